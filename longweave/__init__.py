@@ -1,0 +1,1 @@
+"""Context parallelism for PyTorch: train on sequences longer than one device holds."""
