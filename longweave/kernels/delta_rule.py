@@ -1,0 +1,209 @@
+"""The gated delta rule on one rank, in chunks, with its backward written out.
+
+    S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t,   α = e^g
+
+Over a chunk of C tokens, with c = cumsum(g), γ = e^c and Γ_ij = e^{c_i − c_j} for i ≥ j, else 0:
+
+    L = tril₋₁(β_i (k_i·k_j) Γ_ij)      T = (I + L)⁻¹
+    U = T (β V)        W = T (β γ K)     the factors of `mixer.py`, where also
+    Q = γ q            A = (q·k) Γ       K = (γ_C / γ) k          D = γ_C
+
+Ratios of decays are exponentials of differences that are masked first, so nothing overflows however strong the
+decay. Backward, given the gradients of the factors, with B_v = β V and B_k = β γ K:
+
+    dB_v = Tᵀ dU       dB_k = Tᵀ dW      dL = −tril₋₁(dB_v Uᵀ + dB_k Wᵀ)
+    dv = β dB_v        d(qk) = dA Γ      d(kk) = dL β Γ
+
+and every c_i is found in products only, so that its gradient is "gradient × value" of what it scales:
+
+    E = dA ⊙ A + dL ⊙ L
+    dc_i = Σ_j E_ij − Σ_j E_ji + dQ_i·Q_i + dB_k,i·B_k,i − dK_i·K_i,    dc_C += Σ_i dK_i·K_i + dD D
+
+Query heads and key heads are shared by groups of value heads; q·k and k·k are computed once per key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longweave.errors import InputError
+from longweave.kernels import fla
+from longweave.kernels.affine import Kind
+from longweave.kernels.checks import check_mixer
+from longweave.kernels.chunks import chunk_table, spans_of
+from longweave.kernels.local import mix
+from longweave.kernels.mixer import Factors, Mixer, Pullback
+from longweave.kernels.recurrent import L2_EPS, recurrent
+
+
+@dataclass(frozen=True)
+class GatedDeltaRule(Mixer):
+    """Inputs: q, k (…, Hk, K), v (…, Hv, V), g, beta (…, Hv). DeltaNet is g = 0."""
+
+    scale: float
+    qk_l2norm: bool = False
+    kind: ClassVar[Kind] = "dense"
+
+    def state_shape(self, inputs: Sequence[Tensor]) -> tuple[int, int, int]:
+        _, k, v, _, _ = inputs
+        return v.shape[1], k.shape[-1], v.shape[-1]
+
+    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+        return self.linearize(inputs)[0]
+
+    def linearize(self, inputs: Sequence[Tensor]) -> tuple[Factors, Pullback]:
+        q, k, v, g, beta = inputs
+        n, Hk, C, K = k.shape
+        G = v.shape[1] // Hk
+        B = n * Hk * G
+        q_norm = k_norm = None
+        if self.qk_l2norm:
+            q_norm, k_norm = _inverse_norm(q), _inverse_norm(k)
+            q, k = q * (q_norm * self.scale), k * k_norm
+        elif self.scale != 1:
+            q = q * self.scale
+        q_kv, k_kv, v_, b = q.unsqueeze(2), k.unsqueeze(2), v.reshape(n, Hk, G, C, -1), beta.view(n, Hk, G, C, 1)
+
+        c = g.view(n, Hk, G, C).cumsum(-1)
+        from_start = c.exp().unsqueeze(-1)  # γ_i
+        to_end = (c[..., -1:] - c).exp_().unsqueeze(-1)  # γ_C / γ_i
+        ratio = (c.unsqueeze(-1) - c.unsqueeze(-2)).add_(_causal(C, c)).exp_()  # Γ
+        kk = torch.matmul(k, k.mT).unsqueeze(2) * ratio
+        A = (torch.matmul(q, k.mT).unsqueeze(2) * ratio).view(B, C, C)
+        L = (kk * b).view(B, C, C)
+        T = torch.linalg.solve_triangular(L, _eye(C, L), upper=False, unitriangular=True)
+        U = torch.bmm(T, (v_ * b).view(B, C, -1))
+        k_start = k_kv * from_start
+        W = torch.bmm(T, (k_start * b).view(B, C, K))
+        factors = Factors(
+            reads=(q_kv * from_start).view(B, C, K),
+            scores=A,
+            values=U,
+            writes=(k_kv * to_end).view(B, C, K),
+            erase=W,
+            decay=from_start.view(B, C, 1)[:, -1:],
+        )
+
+        def pullback(d: Factors) -> Sequence[Tensor]:
+            assert d.erase is not None
+            assert d.decay is not None
+            assert factors.decay is not None
+            heads = (n, Hk, G, C)
+            dBv, dBk = torch.bmm(T.mT, d.values), torch.bmm(T.mT, d.erase)
+            dL = torch.bmm(dBv, U.mT).baddbmm_(dBk, W.mT).neg_().tril_(-1)
+            dkk = dL.view(*heads, C) * ratio  # before β
+            dqk = d.scores.view(*heads, C) * ratio
+
+            dBv, dBk = dBv.view(*heads, -1), dBk.view(*heads, K)
+            d_k_start = dBk.mul_(from_start)
+            by_beta = (d_k_start * k_kv).sum(-1)
+            d_beta = (dL.view(*heads, C) * kk).sum(-1) + (dBv * v_).sum(-1) + by_beta
+            dv = dBv.mul_(b)
+
+            E = (d.scores * A).addcmul_(dL, L).view(*heads, C)
+            dq_ = d.reads.view(*heads, K) * from_start
+            dk_ = d.writes.view(*heads, K) * to_end
+            dc_k = (dk_ * k_kv).sum(-1)
+            dc = E.sum(-1) - E.sum(-2) + (dq_ * q_kv).sum(-1) - dc_k + by_beta * b.squeeze(-1)
+            dc[..., -1] += dc_k.sum(-1) + (d.decay * factors.decay).view(n, Hk, G)
+            dg = dc.flip(-1).cumsum(-1).flip(-1)
+
+            dkk, dqk = _over_group(dkk * b), _over_group(dqk)
+            dq = torch.matmul(dqk, k) + _over_group(dq_)
+            dk = torch.matmul(dkk + dkk.mT, k) + torch.matmul(dqk.mT, q) + _over_group(dk_.addcmul_(d_k_start, b))
+            if q_norm is not None and k_norm is not None:
+                dq = _norm_grad(dq, q / self.scale, q_norm * self.scale)
+                dk = _norm_grad(dk, k, k_norm)
+            elif self.scale != 1:
+                dq = dq * self.scale
+            return dq, dk, dv.flatten(1, 2), dg.flatten(1, 2), d_beta.flatten(1, 2)
+
+        return factors, pullback
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    backend: str = "auto",
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule over packed segments of one rank.
+
+    Args:
+        q, k: (tokens, Hk, K). With `qk_l2norm`, x·rsqrt(Σx² + 1e-6) of each is used.
+        v: (tokens, Hv, V), Hv a multiple of Hk: value head h reads key head h // (Hv / Hk), as in GQA.
+        g: log decay (tokens, Hv), normally ≤ 0; None is no decay (DeltaNet).
+        beta: (tokens, Hv).
+        cu_seqlens: host integers that rise from 0 to `tokens`; None is one segment, equal neighbours an empty one.
+        initial_state: (segments, Hv, K, V); None is zero.
+        scale: of q; K^-1/2 unless given.
+        backend: "torch" (any device), "recurrent" (the reference loop), "fla" (CUDA, flash-linear-attention), or
+            "auto": "fla" where it can serve, else "torch".
+
+    Returns:
+        out (tokens, Hv, V) in the dtype of q, and final states (segments, Hv, K, V) in float32 (float64 for
+        float64 inputs), or None unless `output_final_state`. Both are differentiable.
+
+    Raises:
+        InputError: shapes, head counts, dtypes or cu_seqlens do not fit.
+        BackendError: the backend named cannot serve this call.
+
+    Example:
+        out, state = gated_delta_rule(q, k, v, g, beta, [0, 700, 1000], output_final_state=True)
+    """
+    spans = spans_of(cu_seqlens, len(q))
+    check_mixer(q, k, v, g=g, beta=beta, initial_state=initial_state, segments=len(spans))
+    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
+    if backend == "auto":
+        backend = "fla" if fla.can_serve(q) else "torch"
+    if backend == "recurrent":
+        out, final = recurrent(
+            q, k, v, g, beta, cu_seqlens, initial_state=initial_state, scale=scale, qk_l2norm=qk_l2norm
+        )
+        return out, final if output_final_state else None
+    if g is None:
+        g = beta.new_zeros(()).expand(beta.shape)
+    if backend == "fla":
+        return fla.gated_delta_rule(q, k, v, g, beta, spans, initial_state, output_final_state, scale, qk_l2norm)
+    if backend != "torch":
+        raise InputError(f'backend is "{backend}"; choose "auto", "torch", "recurrent" or "fla"')
+    mixer = GatedDeltaRule(scale, qk_l2norm)
+    return mix(mixer, (q, k, v, g, beta), chunk_table(spans, chunk), initial_state, want_final=output_final_state)
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _norm_grad(dy: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+    """Gradient of x, for y = x / |x| and an upstream gradient of y · scale; factor = scale / |x|."""
+    return (dy - y * (y * dy).sum(-1, keepdim=True)) * factor
+
+
+def _over_group(x: Tensor) -> Tensor:
+    """Sum over the value heads that share a key head: (n, Hk, G, …) -> (n, Hk, …)."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
+
+
+def _eye(C: int, like: Tensor) -> Tensor:
+    return torch.eye(C, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def _causal(C: int, like: Tensor) -> Tensor:
+    """(C, C): 0 on and below the diagonal, −∞ above, to be added before exp."""
+    return torch.full((C, C), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)

@@ -1,0 +1,87 @@
+"""What a linear mixer says about one chunk; everything else is common.
+
+A chunk of C tokens with state S (K × V) at its start computes, for every head,
+
+    V' = U − W S                what the tokens really write          (C × V)
+    O  = Q S + A V'             what they read                        (C × V)
+    S' = D S + Kᵀ V'            the state they leave behind           (K × V)
+
+so a chunk is the affine map M = D − Kᵀ W, bias Kᵀ U, which is never formed: applying it costs two thin
+matmuls. Mixers differ in how they get the factors:
+
+    factor   shape           delta rules             additive rules (GLA, SSD, lightning, ...)
+    reads    Q  (C × K)      decayed queries         decayed queries
+    scores   A  (C × C)      decayed q·k, causal     decayed q·k, causal
+    values   U  (C × V)      T β V                   V
+    erase    W  (C × K)      T β K (decayed)         None
+    writes   K  (C × K)      keys decayed to the end keys decayed to the end
+    decay    D               1 × 1, K × 1 or None (no decay)
+
+A new mixer writes `prepare` in torch operations. `linearize` then comes from autograd; a mixer for which speed
+matters overrides it with a hand-written pullback.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from longweave.kernels.affine import Kind
+
+
+@dataclass
+class Factors:
+    """Factors of a batch of chunks and heads (B = chunks · heads, heads fastest), or their gradients."""
+
+    reads: Tensor  # (B, C, K)
+    scores: Tensor  # (B, C, C)
+    values: Tensor  # (B, C, V)
+    writes: Tensor  # (B, C, K)
+    erase: Tensor | None  # (B, C, K)
+    decay: Tensor | None  # (B, 1, 1) or (B, K, 1)
+
+    def take(self, rows: slice | Tensor) -> Factors:
+        """The factors of some rows of the batch."""
+        return Factors(*(None if x is None else x[rows] for x in self.tensors()))  # type: ignore[arg-type]
+
+    def tensors(self) -> list[Tensor | None]:
+        return [getattr(self, f.name) for f in fields(Factors)]
+
+
+Pullback = Callable[[Factors], Sequence[Tensor | None]]
+
+
+class Mixer(ABC):
+    """One kind of linear attention. Inputs are gathered chunks: (chunks, heads, C) or (chunks, heads, C, dim)."""
+
+    kind: ClassVar[Kind]
+
+    @abstractmethod
+    def state_shape(self, inputs: Sequence[Tensor]) -> tuple[int, int, int]:
+        """(heads, K, V) of the state, from the token-first inputs."""
+
+    @abstractmethod
+    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+        """Factors of every chunk and head."""
+
+    def linearize(self, inputs: Sequence[Tensor]) -> tuple[Factors, Pullback]:
+        """Factors, and the function that takes their gradients to the gradients of the inputs."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            traced = self.prepare(leaves)
+
+        def pullback(grads: Factors) -> Sequence[Tensor | None]:
+            pairs = [
+                (y, dy)
+                for y, dy in zip(traced.tensors(), grads.tensors(), strict=True)
+                if y is not None and dy is not None and y.requires_grad
+            ]
+            outputs, upstream = zip(*pairs, strict=True)
+            return torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+
+        return Factors(*(None if x is None else x.detach() for x in traced.tensors())), pullback  # type: ignore[arg-type]
