@@ -4,20 +4,18 @@
 
 Over a chunk of C tokens, with c = cumsum(g), γ = e^c and Γ_ij = e^{c_i − c_j} for i ≥ j, else 0:
 
-    L = tril₋₁(β_i (k_i·k_j) Γ_ij)      T = (I + L)⁻¹
-    U = T (β V)        W = T (β γ K)     the factors of `mixer.py`, where also
-    Q = γ q            A = (q·k) Γ       K = (γ_C / γ) k          D = γ_C
+    Q = γ q       A = (q·k) Γ       U = β V       W = β γ K       K̃ = (γ_C / γ) K
+    L = tril₋₁(β_i (k_i·k_j) Γ_ij)        D = γ_C
 
-Ratios of decays are exponentials of differences that are masked first, so nothing overflows however strong the
-decay. Backward, given the gradients of the factors, with B_v = β V and B_k = β γ K:
+are the factors of `mixer.py`. Ratios of decays are exponentials of differences that are masked first, so
+nothing overflows however strong the decay. Backward, given the gradients of the factors:
 
-    dB_v = Tᵀ dU       dB_k = Tᵀ dW      dL = −tril₋₁(dB_v Uᵀ + dB_k Wᵀ)
-    dv = β dB_v        d(qk) = dA Γ      d(kk) = dL β Γ
+    dv = β dU        d(q·k) = dA Γ        d(k·k) = dL β Γ
 
-and every c_i is found in products only, so that its gradient is "gradient × value" of what it scales:
+and every c_i stands in products only, so that its gradient is "gradient × value" of what it scales:
 
     E = dA ⊙ A + dL ⊙ L
-    dc_i = Σ_j E_ij − Σ_j E_ji + dQ_i·Q_i + dB_k,i·B_k,i − dK_i·K_i,    dc_C += Σ_i dK_i·K_i + dD D
+    dc_i = Σ_j E_ij − Σ_j E_ji + dQ_i·Q_i + dW_i·W_i − dK̃_i·K̃_i,      dc_C += Σ_i dK̃_i·K̃_i + dD D
 
 Query heads and key heads are shared by groups of value heads; q·k and k·k are computed once per key head.
 """
@@ -77,34 +75,30 @@ class GatedDeltaRule(Mixer):
         kk = torch.matmul(k, k.mT).unsqueeze(2) * ratio
         A = (torch.matmul(q, k.mT).unsqueeze(2) * ratio).view(B, C, C)
         L = (kk * b).view(B, C, C)
-        T = torch.linalg.solve_triangular(L, _eye(C, L), upper=False, unitriangular=True)
-        U = torch.bmm(T, (v_ * b).view(B, C, -1))
-        k_start = k_kv * from_start
-        W = torch.bmm(T, (k_start * b).view(B, C, K))
         factors = Factors(
             reads=(q_kv * from_start).view(B, C, K),
             scores=A,
-            values=U,
+            values=(v_ * b).view(B, C, -1),
             writes=(k_kv * to_end).view(B, C, K),
-            erase=W,
+            erase=(k_kv * (from_start * b)).view(B, C, K),
+            within=L,
             decay=from_start.view(B, C, 1)[:, -1:],
         )
 
         def pullback(d: Factors) -> Sequence[Tensor]:
             assert d.erase is not None
+            assert d.within is not None
             assert d.decay is not None
             assert factors.decay is not None
             heads = (n, Hk, G, C)
-            dBv, dBk = torch.bmm(T.mT, d.values), torch.bmm(T.mT, d.erase)
-            dL = torch.bmm(dBv, U.mT).baddbmm_(dBk, W.mT).neg_().tril_(-1)
+            dL = d.within.tril(-1)
             dkk = dL.view(*heads, C) * ratio  # before β
             dqk = d.scores.view(*heads, C) * ratio
 
-            dBv, dBk = dBv.view(*heads, -1), dBk.view(*heads, K)
-            d_k_start = dBk.mul_(from_start)
-            by_beta = (d_k_start * k_kv).sum(-1)
-            d_beta = (dL.view(*heads, C) * kk).sum(-1) + (dBv * v_).sum(-1) + by_beta
-            dv = dBv.mul_(b)
+            dU, dW = d.values.view(*heads, -1), d.erase.view(*heads, K) * from_start
+            by_beta = (dW * k_kv).sum(-1)
+            d_beta = (dL.view(*heads, C) * kk).sum(-1) + (dU * v_).sum(-1) + by_beta
+            dv = dU * b
 
             E = (d.scores * A).addcmul_(dL, L).view(*heads, C)
             dq_ = d.reads.view(*heads, K) * from_start
@@ -116,7 +110,7 @@ class GatedDeltaRule(Mixer):
 
             dkk, dqk = _over_group(dkk * b), _over_group(dqk)
             dq = torch.matmul(dqk, k) + _over_group(dq_)
-            dk = torch.matmul(dkk + dkk.mT, k) + torch.matmul(dqk.mT, q) + _over_group(dk_.addcmul_(d_k_start, b))
+            dk = torch.matmul(dkk + dkk.mT, k) + torch.matmul(dqk.mT, q) + _over_group(dk_.addcmul_(dW, b))
             if q_norm is not None and k_norm is not None:
                 dq = _norm_grad(dq, q / self.scale, q_norm * self.scale)
                 dk = _norm_grad(dk, k, k_norm)
@@ -198,10 +192,6 @@ def _norm_grad(dy: Tensor, y: Tensor, factor: Tensor) -> Tensor:
 def _over_group(x: Tensor) -> Tensor:
     """Sum over the value heads that share a key head: (n, Hk, G, …) -> (n, Hk, …)."""
     return x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
-
-
-def _eye(C: int, like: Tensor) -> Tensor:
-    return torch.eye(C, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def _causal(C: int, like: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from longweave.kernels.chunks import ChunkTable
 from longweave.kernels.mixer import Mixer
-from longweave.kernels.scan import Prepared, backward_run, run
+from longweave.kernels.prepared import Prepared
+from longweave.kernels.scan import backward_run, run
 
 
 def mix(
@@ -53,7 +54,7 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs, states = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        prepared = Prepared(ctx.mixer, inputs, ctx.table)
+        prepared = Prepared(ctx.mixer, inputs, ctx.table, pullbacks=True)
         if d_out is None:
             H, _, V = prepared.state_shape
             d_out = inputs[0].new_zeros((len(inputs[0]), H, V))

@@ -2,20 +2,21 @@
 
 A chunk of C tokens with state S (K × V) at its start computes, for every head,
 
-    V' = U − W S                what the tokens really write          (C × V)
-    O  = Q S + A V'             what they read                        (C × V)
-    S' = D S + Kᵀ V'            the state they leave behind           (K × V)
+    (I + L) V' = U − W S        what the tokens write: each sees what those before it wrote    (C × V)
+    O  = Q S + A V'             what they read                                                 (C × V)
+    S' = D S + Kᵀ V'            the state they leave behind                                    (K × V)
 
-so a chunk is the affine map M = D − Kᵀ W, bias Kᵀ U, which is never formed: applying it costs two thin
-matmuls. Mixers differ in how they get the factors:
+so a chunk is the affine map M = D − Kᵀ (I + L)⁻¹ W with bias Kᵀ (I + L)⁻¹ U. It is never formed: applying it
+costs three thin matmuls. Mixers differ in their factors:
 
-    factor   shape           delta rules             additive rules (GLA, SSD, lightning, ...)
-    reads    Q  (C × K)      decayed queries         decayed queries
-    scores   A  (C × C)      decayed q·k, causal     decayed q·k, causal
-    values   U  (C × V)      T β V                   V
-    erase    W  (C × K)      T β K (decayed)         None
-    writes   K  (C × K)      keys decayed to the end keys decayed to the end
-    decay    D               1 × 1, K × 1 or None (no decay)
+    factor   shape           delta rules                 additive rules (GLA, SSD, lightning, ...)
+    reads    Q  (C × K)      decayed queries             decayed queries
+    scores   A  (C × C)      decayed q·k, i ≥ j          decayed q·k, i ≥ j
+    values   U  (C × V)      β V                         V
+    writes   K  (C × K)      keys decayed to the end     keys decayed to the end
+    erase    W  (C × K)      β K, decayed from the start None
+    within   L  (C × C)      β, decayed k·k, i > j       None
+    decay    D               1 × 1, K × 1, or None: no decay
 
 A new mixer writes `prepare` in torch operations. `linearize` then comes from autograd; a mixer for which speed
 matters overrides it with a hand-written pullback.
@@ -43,11 +44,8 @@ class Factors:
     values: Tensor  # (B, C, V)
     writes: Tensor  # (B, C, K)
     erase: Tensor | None  # (B, C, K)
+    within: Tensor | None  # (B, C, C); what stands on or above its diagonal is not read
     decay: Tensor | None  # (B, 1, 1) or (B, K, 1)
-
-    def take(self, rows: slice | Tensor) -> Factors:
-        """The factors of some rows of the batch."""
-        return Factors(*(None if x is None else x[rows] for x in self.tensors()))  # type: ignore[arg-type]
 
     def tensors(self) -> list[Tensor | None]:
         return [getattr(self, f.name) for f in fields(Factors)]

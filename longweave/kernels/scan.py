@@ -9,9 +9,10 @@ With one rank nothing travels: `run`, then `backward_run`. With many, a span is 
 and composed (`affine.py`), and the span runs with its true incoming state. Forward and backward of one chunk,
 in the letters of `mixer.py`:
 
-    V' = U − W S                    dV' = Aᵀ dO + K dS'
-    O  = Q S + A V'                 dS  = D dS' + Qᵀ dO − Wᵀ dV'
-    S' = D S + Kᵀ V'                dQ = dO Sᵀ   dA = dO V'ᵀ   dU = dV'   dW = −dV' Sᵀ   dK = V' dS'ᵀ   dD = <dS', S>
+    V' = T (U − W S)                dV' = Aᵀ dO + K dS'             T = (I + L)⁻¹
+    O  = Q S + A V'                 dU  = Tᵀ dV'
+    S' = D S + Kᵀ V'                dS  = D dS' + Qᵀ dO − Wᵀ dU
+                                    dQ = dO Sᵀ   dA = dO V'ᵀ   dW = −dU Sᵀ   dL = −dU V'ᵀ   dK = V' dS'ᵀ   dD = <dS', S>
 
 The backward recurrence needs no S, so `backward_summary` needs no forward. Only states at block borders are
 kept for backward; those inside a block are computed again, next to where they are used: one more thin matmul per
@@ -24,103 +25,31 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from longweave.kernels.affine import Affine
-from longweave.kernels.chunks import Block, ChunkTable, Piece
-from longweave.kernels.mixer import Factors, Mixer, Pullback
-
-CHUNK_HEADS_PER_BLOCK = {"cpu": 32}  # 32 × 64 tokens × 128 floats = 1 MiB per factor: measured best on CPU
-CHUNK_HEADS_ELSEWHERE = 4096
+from longweave.kernels.chunks import Block, Piece
+from longweave.kernels.mixer import Factors
+from longweave.kernels.prepared import Prepared, Ready
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+_Stage = Callable[Concatenate[Prepared, _Args], _Result]
 
 
-def _exact(stage: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+def _exact(stage: _Stage[_Args, _Result]) -> _Stage[_Args, _Result]:
     """Stages are not traced by autograd, and autocast must not round their matmuls."""
 
-    def wrapped(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        prepared = args[0]
-        assert isinstance(prepared, Prepared)
+    @wraps(stage)
+    def wrapped(prepared: Prepared, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with torch.no_grad(), torch.autocast(prepared.device.type, enabled=False):
-            return stage(*args, **kwargs)
+            return stage(prepared, *args, **kwargs)
 
-    wrapped.__name__, wrapped.__doc__ = stage.__name__, stage.__doc__
     return wrapped
-
-
-@dataclass
-class Prepared:
-    """Inputs (tokens, heads, ...) of a mixer over the segments of a table.
-
-    With `keep`, the factors made by one stage serve the next one too; without, they live for one block.
-    Keep them when two stages follow each other: `summary` and `run`, or `backward_summary` and `backward_run`.
-    """
-
-    mixer: Mixer
-    inputs: tuple[Tensor, ...]
-    table: ChunkTable
-    keep: bool = False
-    _kept: dict[int, tuple[Factors, Pullback | None]] = field(default_factory=dict, repr=False)
-
-    @property
-    def device(self) -> torch.device:
-        return self.inputs[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of states, factors and summaries."""
-        return torch.float64 if any(x.dtype == torch.float64 for x in self.inputs) else torch.float32
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        return self.mixer.state_shape(self.inputs)
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        size = CHUNK_HEADS_PER_BLOCK.get(self.device.type, CHUNK_HEADS_ELSEWHERE)
-        return self.table.blocks(max(1, size // self.state_shape[0]))
-
-    def factors(self, number: int) -> Factors:
-        if number not in self._kept:
-            factors = self.mixer.prepare(self._gather(number))
-            if not self.keep:
-                return factors
-            self._kept[number] = (factors, None)
-        return self._kept[number][0]
-
-    def linearized(self, number: int) -> tuple[Factors, Pullback]:
-        """Factors and pullback of a block."""
-        factors, pullback = self._kept.get(number, (None, None))
-        if factors is None or pullback is None:
-            factors, pullback = self.mixer.linearize(self._gather(number))
-            if self.keep:
-                self._kept[number] = (factors, pullback)
-        return factors, pullback
-
-    def release(self, number: int) -> None:
-        """Forget a kept block: its last use is over."""
-        self._kept.pop(number, None)
-
-    def _gather(self, number: int) -> list[Tensor]:
-        block = self.blocks[number]
-        return [block.gather(x, self.dtype) for x in self.inputs]
-
-    def rows(self, per_segment: Tensor | None) -> Tensor:
-        """(segments, H, K, V) or None for zeros -> a fresh (rows · H, K, V) in the dtype of states."""
-        H, K, V = self.state_shape
-        if per_segment is None:
-            return torch.zeros((len(self.table.spans) * H, K, V), dtype=self.dtype, device=self.device)
-        return self.table.to_rows(per_segment.to(self.dtype)).reshape(-1, K, V)
-
-    def segments(self, rows: Tensor) -> Tensor:
-        """(rows · H, ...) -> (segments, H, ...)."""
-        return self.table.to_segments(rows.unflatten(0, (len(self.table.spans), self.state_shape[0])))
 
 
 @dataclass
@@ -145,31 +74,27 @@ def run(
 
     With `out` (tokens, H, V), results go to the tokens of the table's spans and others are left alone.
     """
-    H, _, V = prepared.state_shape
-    if out is None:
-        x = prepared.inputs[0]
-        make = torch.empty if prepared.table.covers(len(x)) else torch.zeros
-        out = make((len(x), H, V), dtype=x.dtype, device=x.device)
+    H = prepared.state_shape[0]
+    out = prepared.empty_out() if out is None else out
     S = prepared.rows(initial_state)
     states: list[Tensor | None] = []
     for number, block in enumerate(prepared.blocks):
-        f = prepared.factors(number)
-        rows = slice(block.rows.start * H, block.rows.stop * H)
-        fresh = initial_state is None and block.pieces[0].first
-        states.append(S[rows].clone() if want_states and not fresh else None)
-        read = torch.empty_like(f.values)
-        written = f.values if f.erase is None else torch.empty_like(f.values)
+        ready = prepared.ready(number, last_use=True)
+        f = ready.f
+        zero = initial_state is None and block.pieces[0].first
+        states.append(S[_rows(block, H)].clone() if want_states and not zero else None)
+        read, written = torch.empty_like(f.values), _room_for_written(f)
         for piece, now, row in _walk(block, H):
-            s = S[row]
-            if initial_state is None and piece.first:
+            s = None if initial_state is None and piece.first else S[row]
+            _write(ready, now, s, written)
+            if s is None:
                 read[now] = 0
-                if f.erase is not None:
-                    written[now] = f.values[now]
             else:
-                if f.erase is not None:
-                    torch.baddbmm(f.values[now], f.erase[now], s, alpha=-1, out=written[now])
                 torch.bmm(f.reads[now], s, out=read[now])
-            _advance(s, piece, H, f, now, written[now], only_next=not want_final)
+            going_on = now if want_final else _going_on(piece, H)
+            count = going_on.stop - going_on.start
+            if count:
+                _advance(S[row][:count], f, going_on, written)
         read.baddbmm_(f.scores, written)
         block.scatter(read.unflatten(0, (block.n, H)), out)
     return Run(out, prepared.segments(S) if want_final else None, tuple(states))
@@ -193,19 +118,17 @@ def summary(
     S = prepared.rows(None)
     M = _identity(prepared, len(rows) * H, K)
     for number, block in enumerate(prepared.blocks):
-        f = prepared.factors(number)
+        ready = prepared.ready(number)
+        written = _room_for_written(ready.f)
         for piece, now, row in _walk(block, H):
-            s = S[row]
-            written = f.values[now]
-            if f.erase is not None and not piece.first:
-                written = torch.baddbmm(written, f.erase[now], s, alpha=-1)
-            _advance(s, piece, H, f, now, written)
+            _write(ready, now, None if piece.first else S[row], written)
+            _advance(S[row], ready.f, now, written)
             lo, hi = bisect_left(rows, piece.row_lo), bisect_left(rows, piece.row_hi)
             if M is not None and lo < hi:
-                chunks = [piece.lo + row - piece.row_lo for row in rows[lo:hi]]
-                _advance_maps(M[lo * H : hi * H], f.take(_pick(chunks, H, M.device)), first=piece.first)
+                chunks = [piece.lo + r - piece.row_lo for r in rows[lo:hi]]
+                _advance_maps(M[lo * H : hi * H], ready, _pick(chunks, H, M.device), first=piece.first)
     if M is not None:
-        slots = torch.tensor([rows.index(row_of[segment]) for segment in wanted])
+        slots = torch.tensor([bisect_left(rows, row_of[segment]) for segment in wanted])
         M = M.unflatten(0, (len(rows), H)).index_select(0, slots.to(M.device, non_blocking=True))
     return prepared.segments(S), M
 
@@ -217,11 +140,12 @@ def backward_summary(prepared: Prepared, d_out: Tensor) -> Tensor:
     dS = prepared.rows(None)
     for number in reversed(range(len(prepared.blocks))):
         block = prepared.blocks[number]
-        f = prepared.linearized(number)[0] if prepared.keep else prepared.factors(number)
+        ready = prepared.ready(number)
         dO = block.gather(d_out, prepared.dtype).flatten(0, 1)
-        dV = torch.bmm(f.scores.mT, dO)
+        d_written = torch.bmm(ready.f.scores.mT, dO)
+        dU = d_written if ready.T is None else torch.empty_like(d_written)
         for _, now, row in reversed(list(_walk(block, H))):
-            _retreat(dS[row], f, now, dO[now], dV[now])
+            _retreat(dS[row], ready, now, dO, d_written, dU)
     return prepared.segments(dS)
 
 
@@ -236,20 +160,21 @@ def backward_run(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Gradients of the inputs (each like its input) and of the initial state (segments, H, K, V).
 
-    `states` are those of `run`. With `grads`, results go to the tokens of the table's spans in these tensors.
+    `prepared` must be one with `pullbacks`, `states` those of `run`. With `grads`, results go to the tokens of the
+    table's spans in these tensors.
     """
-    H = prepared.state_shape[0]
-    if grads is None:
-        make = torch.empty_like if prepared.table.covers(len(d_out)) else torch.zeros_like
-        grads = [make(x, memory_format=torch.contiguous_format) for x in prepared.inputs]
+    H, K, V = prepared.state_shape
+    grads = prepared.empty_grads() if grads is None else grads
     dS = prepared.rows(d_final_state)
     for number in reversed(range(len(prepared.blocks))):
         block = prepared.blocks[number]
-        f, pullback = prepared.linearized(number)
-        prepared.release(number)
+        ready = prepared.ready(number, last_use=True)
+        f = ready.f
+        assert ready.pullback is not None, "backward_run needs Prepared(..., pullbacks=True)"
         dO = block.gather(d_out, prepared.dtype).flatten(0, 1)
-        S, written = _replay(f, block, H, states[number], dS.shape[-2:])
-        dV = torch.bmm(f.scores.mT, dO)
+        S, written = _replay(ready, block, H, states[number], (K, V))
+        d_written = torch.bmm(f.scores.mT, dO)
+        dU = d_written if ready.T is None else torch.empty_like(d_written)
         d_writes = torch.empty_like(f.writes)
         d_decay = None if f.decay is None else torch.empty_like(f.decay)
         for _, now, row in reversed(list(_walk(block, H))):
@@ -257,19 +182,25 @@ def backward_run(
             torch.bmm(written[now], ds.mT, out=d_writes[now])
             if d_decay is not None:
                 d_decay[now] = _decay_grad(ds, S[now], scalar=d_decay.shape[1] == 1)
-            _retreat(ds, f, now, dO[now], dV[now])
+            _retreat(ds, ready, now, dO, d_written, dU)
         d_factors = Factors(
             reads=torch.bmm(dO, S.mT),
             scores=torch.bmm(dO, written.mT),
-            values=dV,
+            values=dU,
             writes=d_writes,
-            erase=None if f.erase is None else torch.bmm(dV, S.mT).neg_(),
+            erase=None if f.erase is None else torch.bmm(dU, S.mT).neg_(),
+            within=None if f.within is None else torch.bmm(dU, written.mT).neg_(),
             decay=d_decay,
         )
-        for dx, out in zip(pullback(d_factors), grads, strict=True):
+        for dx, out in zip(ready.pullback(d_factors), grads, strict=True):
             if dx is not None:
                 block.scatter(dx, out)
+            elif out.numel():
+                block.scatter(torch.zeros((), device=out.device).expand(block.n, out.shape[1], block.chunk, *out.shape[2:]), out)
     return tuple(grads), prepared.segments(dS)
+
+
+# The steps of one piece. `now` are its rows of the factors; s and ds are views of its rows of the state.
 
 
 def _walk(block: Block, H: int) -> Iterator[tuple[Piece, slice, slice]]:
@@ -278,18 +209,69 @@ def _walk(block: Block, H: int) -> Iterator[tuple[Piece, slice, slice]]:
         yield piece, slice(piece.lo * H, piece.hi * H), slice(piece.row_lo * H, piece.row_hi * H)
 
 
-def _advance(
-    s: Tensor, piece: Piece, H: int, f: Factors, now: slice, written: Tensor, *, only_next: bool = False
-) -> None:
-    """s ← D s + Kᵀ V', in place; with `only_next`, only for segments that go on."""
-    if only_next:
-        count = (piece.row_next - piece.row_lo) * H
-        if count == 0:
-            return
-        s, now, written = s[:count], slice(now.start, now.start + count), written[:count]
+def _rows(block: Block, H: int) -> slice:
+    return slice(block.rows.start * H, block.rows.stop * H)
+
+
+def _going_on(piece: Piece, H: int) -> slice:
+    """Rows of the factors whose segments have a further chunk."""
+    return slice(piece.lo * H, (piece.lo + piece.row_next - piece.row_lo) * H)
+
+
+def _room_for_written(f: Factors) -> Tensor:
+    return f.values if f.erase is None else torch.empty_like(f.values)
+
+
+def _write(ready: Ready, now: slice, s: Tensor | None, written: Tensor) -> None:
+    """V' = T (U − W s) for the rows `now` of `written`; None is s = 0. Without W, V' is U, and already there."""
+    f = ready.f
+    if f.erase is None or ready.T is None:
+        return
+    X = f.values[now] if s is None else torch.baddbmm(f.values[now], f.erase[now], s, alpha=-1)
+    torch.bmm(ready.T[now], X, out=written[now])
+
+
+def _advance(s: Tensor, f: Factors, now: slice, written: Tensor) -> None:
+    """s ← D s + Kᵀ V', in place."""
     if f.decay is not None:
         s.mul_(f.decay[now])
-    s.baddbmm_(f.writes[now].mT, written)
+    s.baddbmm_(f.writes[now].mT, written[now])
+
+
+def _retreat(ds: Tensor, ready: Ready, now: slice, dO: Tensor, d_written: Tensor, dU: Tensor) -> None:
+    """dV' ← Aᵀ dO (there already) + K dS', dU ← Tᵀ dV', then ds ← D ds + Qᵀ dO − Wᵀ dU, all in place."""
+    f = ready.f
+    d_written[now].baddbmm_(f.writes[now], ds)
+    if f.decay is not None:
+        ds.mul_(f.decay[now])
+    ds.baddbmm_(f.reads[now].mT, dO[now])
+    if f.erase is not None and ready.T is not None:
+        torch.bmm(ready.T[now].mT, d_written[now], out=dU[now])
+        ds.baddbmm_(f.erase[now].mT, dU[now], alpha=-1)
+
+
+def _replay(
+    ready: Ready, block: Block, H: int, start: Tensor | None, state: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """States at the start of every chunk of a block, and V'."""
+    f = ready.f
+    S, written = f.values.new_empty((block.n * H, *state)), _room_for_written(f)
+    S[: block.pieces[0].hi * H] = 0 if start is None else start
+    for piece, now, _ in _walk(block, H):
+        _write(ready, now, S[now], written)
+        own = _going_on(piece, H)
+        then = slice(now.stop, now.stop + own.stop - own.start)  # the chunks of the next step follow in the block
+        if then.start < then.stop <= len(S):
+            torch.mul(S[own], 1 if f.decay is None else f.decay[own], out=S[then])
+            S[then].baddbmm_(f.writes[own].mT, written[own])
+    return S, written
+
+
+def _decay_grad(ds: Tensor, S: Tensor, *, scalar: bool) -> Tensor:
+    """<dS', S> over what D multiplies: all of S, or its rows."""
+    if scalar:  # a dot product without a K × V temporary
+        return torch.bmm(ds.flatten(1).unsqueeze(1), S.flatten(1).unsqueeze(2))
+    return (ds * S).sum(-1, keepdim=True)
 
 
 def _identity(prepared: Prepared, batch: int, K: int) -> Tensor | None:
@@ -309,46 +291,13 @@ def _pick(chunks: list[int], H: int, device: torch.device) -> slice | Tensor:
     return index.flatten().to(device, non_blocking=True)
 
 
-def _advance_maps(m: Tensor, f: Factors, *, first: bool) -> None:
-    """m ← (D − Kᵀ W) m, in place; m is still the identity at the first chunk."""
-    erased = f.erase if f.erase is None or first else torch.bmm(f.erase, m)
+def _advance_maps(m: Tensor, ready: Ready, now: slice | Tensor, *, first: bool) -> None:
+    """m ← (D − Kᵀ T W) m, in place; m is still the identity at the first chunk."""
+    f = ready.f
+    erased = None
+    if f.erase is not None and ready.T is not None:
+        erased = torch.bmm(ready.T[now], f.erase[now] if first else torch.bmm(f.erase[now], m))
     if f.decay is not None:
-        m.mul_(f.decay)
+        m.mul_(f.decay[now])
     if erased is not None:
-        m.baddbmm_(f.writes.mT, erased, alpha=-1)
-
-
-def _retreat(ds: Tensor, f: Factors, now: slice, dO: Tensor, dV: Tensor) -> None:
-    """dV' ← Aᵀ dO (given) + K dS', then ds ← D ds + Qᵀ dO − Wᵀ dV', both in place."""
-    dV.baddbmm_(f.writes[now], ds)
-    if f.decay is not None:
-        ds.mul_(f.decay[now])
-    ds.baddbmm_(f.reads[now].mT, dO)
-    if f.erase is not None:
-        ds.baddbmm_(f.erase[now].mT, dV, alpha=-1)
-
-
-def _replay(
-    f: Factors, block: Block, H: int, start: Tensor | None, state: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """States at the start of every chunk of a block, and V'."""
-    S = f.values.new_empty((block.n * H, *state))
-    written = f.values if f.erase is None else torch.empty_like(f.values)
-    S[: block.pieces[0].hi * H] = 0 if start is None else start
-    for piece, now, _ in _walk(block, H):
-        if f.erase is not None:
-            torch.baddbmm(f.values[now], f.erase[now], S[now], alpha=-1, out=written[now])
-        count = (piece.row_next - piece.row_lo) * H
-        then = slice(now.stop, min(now.stop + count, len(S)))  # the next step's chunks follow in the block
-        if then.stop > then.start:
-            own = slice(now.start, now.start + count)
-            S[then] = S[own] if f.decay is None else S[own] * f.decay[own]
-            S[then].baddbmm_(f.writes[own].mT, written[own])
-    return S, written
-
-
-def _decay_grad(ds: Tensor, S: Tensor, *, scalar: bool) -> Tensor:
-    """<dS', S> over what D multiplies: all of S, or its rows."""
-    if scalar:  # a dot product without a K × V temporary
-        return torch.bmm(ds.flatten(1).unsqueeze(1), S.flatten(1).unsqueeze(2))
-    return (ds * S).sum(-1, keepdim=True)
+        m.baddbmm_(f.writes[now].mT, erased, alpha=-1)

@@ -1,0 +1,104 @@
+"""Inputs of a mixer, cut into blocks of chunks, and the factors of each block when a stage asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from longweave.kernels.chunks import Block, ChunkTable
+from longweave.kernels.mixer import Factors, Mixer, Pullback
+
+CHUNK_HEADS_PER_BLOCK = {"cpu": 32}  # 32 × 64 tokens × 128 floats = 1 MiB per factor: measured best on CPU
+CHUNK_HEADS_ELSEWHERE = 4096
+
+
+@dataclass
+class Ready:
+    """Factors of one block, T = (I + L)⁻¹ of its chunks (B, C, C), and the way back to the inputs."""
+
+    f: Factors
+    T: Tensor | None
+    pullback: Pullback | None
+
+
+@dataclass
+class Prepared:
+    """Inputs (tokens, heads, ...) of a mixer over the segments of a table.
+
+    With `keep`, the factors made by one stage serve the next one too; without, they live for one block.
+    Keep them when two stages follow each other: `summary` and `run`, or `backward_summary` and `backward_run`
+    (then with `pullbacks`, so that the first of them makes what the second needs).
+    """
+
+    mixer: Mixer
+    inputs: tuple[Tensor, ...]
+    table: ChunkTable
+    keep: bool = False
+    pullbacks: bool = False
+    _kept: dict[int, Ready] = field(default_factory=dict, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of states, factors and summaries."""
+        return torch.float64 if any(x.dtype == torch.float64 for x in self.inputs) else torch.float32
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(heads, K, V)."""
+        return self.mixer.state_shape(self.inputs)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        size = CHUNK_HEADS_PER_BLOCK.get(self.device.type, CHUNK_HEADS_ELSEWHERE)
+        return self.table.blocks(max(1, size // self.state_shape[0]))
+
+    def ready(self, number: int, *, last_use: bool = False) -> Ready:
+        """The factors of block `number`; after its `last_use` they are not kept any longer."""
+        ready = self._kept.pop(number, None) if last_use else self._kept.get(number)
+        if ready is None:
+            inputs = [self.blocks[number].gather(x, self.dtype) for x in self.inputs]
+            if self.pullbacks:
+                ready = _solved(*self.mixer.linearize(inputs))
+            else:
+                ready = _solved(self.mixer.prepare(inputs), None)
+            if self.keep and not last_use:
+                self._kept[number] = ready
+        return ready
+
+    def rows(self, per_segment: Tensor | None) -> Tensor:
+        """(segments, H, K, V), or None for zeros -> a fresh (rows · H, K, V) in the dtype of states."""
+        H, K, V = self.state_shape
+        if per_segment is None:
+            return torch.zeros((len(self.table.spans) * H, K, V), dtype=self.dtype, device=self.device)
+        return self.table.to_rows(per_segment.to(self.dtype)).reshape(-1, K, V)
+
+    def segments(self, rows: Tensor) -> Tensor:
+        """(rows · H, ...) -> (segments, H, ...)."""
+        return self.table.to_segments(rows.unflatten(0, (len(self.table.spans), self.state_shape[0])))
+
+    def empty_out(self) -> Tensor:
+        """Room for outputs (tokens, H, V); zeros where no segment will write."""
+        x, (H, _, V) = self.inputs[0], self.state_shape
+        make = torch.empty if self.table.covers(len(x)) else torch.zeros
+        return make((len(x), H, V), dtype=x.dtype, device=x.device)
+
+    def empty_grads(self) -> Sequence[Tensor]:
+        """Room for the gradients of the inputs; zeros where no segment will write."""
+        make = torch.empty_like if self.table.covers(len(self.inputs[0])) else torch.zeros_like
+        return [make(x, memory_format=torch.contiguous_format) for x in self.inputs]
+
+
+def _solved(f: Factors, pullback: Pullback | None) -> Ready:
+    if f.within is None:
+        return Ready(f, None, pullback)
+    # The inverse costs less than two solves with wide right-hand sides, and backward applies it again.
+    eye = torch.eye(f.within.shape[-1], dtype=f.within.dtype, device=f.within.device).expand(f.within.shape)
+    T = torch.linalg.solve_triangular(f.within, eye, upper=False, unitriangular=True)
+    return Ready(f, T, pullback)
