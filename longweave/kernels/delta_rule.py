@@ -8,7 +8,7 @@ Over a chunk of C tokens, with c = cumsum(g), γ = e^c and Γ_ij = e^{c_i − c_
     L = tril₋₁(β_i (k_i·k_j) Γ_ij)        D = γ_C
 
 are the factors of `mixer.py`. Ratios of decays are exponentials of differences that are masked first, so
-nothing overflows however strong the decay. Backward, given the gradients of the factors:
+nothing overflows however strong the decay (`decay.py`). Backward, given the gradients of the factors:
 
     dv = β dU        d(q·k) = dA Γ        d(k·k) = dL β Γ
 
@@ -35,6 +35,7 @@ from longweave.kernels import fla
 from longweave.kernels.affine import Kind
 from longweave.kernels.checks import check_mixer
 from longweave.kernels.chunks import chunk_table, spans_of
+from longweave.kernels.decay import cumulative, pairwise
 from longweave.kernels.local import mix
 from longweave.kernels.mixer import Factors, Mixer, Pullback
 from longweave.kernels.recurrent import L2_EPS, recurrent
@@ -68,10 +69,10 @@ class GatedDeltaRule(Mixer):
             q = q * self.scale
         q_kv, k_kv, v_, b = q.unsqueeze(2), k.unsqueeze(2), v.reshape(n, Hk, G, C, -1), beta.view(n, Hk, G, C, 1)
 
-        c = g.view(n, Hk, G, C).cumsum(-1)
-        from_start = c.exp().unsqueeze(-1)  # γ_i
-        to_end = (c[..., -1:] - c).exp_().unsqueeze(-1)  # γ_C / γ_i
-        ratio = (c.unsqueeze(-1) - c.unsqueeze(-2)).add_(_causal(C, c)).exp_()  # Γ
+        c = cumulative(g.view(n, Hk, G, C), -1)
+        from_start = c.to(k.dtype).exp().unsqueeze(-1)  # γ_i
+        to_end = (c[..., -1:] - c).to(k.dtype).exp().unsqueeze(-1)  # γ_C / γ_i
+        ratio = pairwise(c, k.dtype)  # Γ
         kk = torch.matmul(k, k.mT).unsqueeze(2) * ratio
         A = (torch.matmul(q, k.mT).unsqueeze(2) * ratio).view(B, C, C)
         L = (kk * b).view(B, C, C)
@@ -193,7 +194,3 @@ def _over_group(x: Tensor) -> Tensor:
     """Sum over the value heads that share a key head: (n, Hk, G, …) -> (n, Hk, …)."""
     return x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
 
-
-def _causal(C: int, like: Tensor) -> Tensor:
-    """(C, C): 0 on and below the diagonal, −∞ above, to be added before exp."""
-    return torch.full((C, C), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)

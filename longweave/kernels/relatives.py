@@ -1,0 +1,227 @@
+"""The relatives of the gated delta rule: each is `prepare`, a door, and nothing else.
+
+    linear attention      S_t = S_{t−1} + k_t v_tᵀ                                        none
+    lightning, RetNet     S_t = λ S_{t−1} + k_t v_tᵀ                     λ per head        scalar
+    Mamba2 / SSD          S_t = e^{A Δ_t} S_{t−1} + Δ_t B_t x_tᵀ          per head, token   scalar
+    GLA                   S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ          per channel       diagonal
+    KDA                   S_t = (I − β_t k_t k_tᵀ) diag(e^{g_t}) S_{t−1} + β_t k_t v_tᵀ     dense
+
+and o_t = scale · S_tᵀ q_t always. Tensors are packed (tokens, heads, dim). q and k may have fewer heads than v, as in
+GQA. Their gradients with respect to the chunk factors come from autograd, block by block. Decay of any strength is
+safe (`decay.py`). Every door takes `initial_state` (segments, Hv, K, V) and returns (out, final state or None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longweave.errors import InputError
+from longweave.kernels.affine import Kind
+from longweave.kernels.checks import check_mixer
+from longweave.kernels.chunks import chunk_table, spans_of
+from longweave.kernels.decay import channel_products, cumulative, pairwise
+from longweave.kernels.local import mix
+from longweave.kernels.mixer import Factors, Mixer
+from longweave.kernels.recurrent import l2norm
+
+CuSeqlens = Sequence[int] | np.ndarray | Tensor | None
+
+
+@dataclass(frozen=True)
+class _Relative(Mixer):
+    """Inputs begin with q, k (…, Hk, K), v (…, Hv, V)."""
+
+    scale: float = 1.0
+
+    def state_shape(self, inputs: Sequence[Tensor]) -> tuple[int, int, int]:
+        k, v = inputs[1], inputs[2]
+        return v.shape[1], k.shape[-1], v.shape[-1]
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaled q, k, v with one head each per value head: (B, C, dim)."""
+        group = v.shape[1] // k.shape[1]
+        q, k = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (q * self.scale, k))
+        return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class LinearAttention(_Relative):
+    """Inputs q, k, v."""
+
+    kind: ClassVar[Kind] = "none"
+
+    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+        q, k, v = self._heads(*inputs)
+        return Factors(q, torch.bmm(q, k.mT).tril(), v, k, erase=None, within=None, decay=None)
+
+
+@dataclass(frozen=True)
+class HeadDecay(_Relative):
+    """Lightning attention, RetNet, SSD. Inputs q, k, v, g (…, Hv)."""
+
+    kind: ClassVar[Kind] = "scalar"
+
+    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+        q, k, v = self._heads(*inputs[:3])
+        c = cumulative(inputs[3].flatten(0, 1), -1)
+        from_start, to_end = (x.to(q.dtype).exp().unsqueeze(-1) for x in (c, c[:, -1:] - c))
+        return Factors(
+            reads=q * from_start,
+            scores=torch.bmm(q, k.mT) * pairwise(c, q.dtype),
+            values=v,
+            writes=k * to_end,
+            erase=None,
+            within=None,
+            decay=from_start[:, -1:],
+        )
+
+
+@dataclass(frozen=True)
+class ChannelDecay(_Relative):
+    """GLA. Inputs q, k, v, g (…, Hv, K)."""
+
+    kind: ClassVar[Kind] = "diagonal"
+
+    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+        q, k, v = self._heads(*inputs[:3])
+        c = cumulative(inputs[3].flatten(0, 1), -2)
+        from_start, to_end = (x.to(q.dtype).exp() for x in (c, c[:, -1:] - c))
+        (scores,) = channel_products(q.unsqueeze(0), k, c)
+        decay = from_start[:, -1].unsqueeze(-1)
+        return Factors(q * from_start, scores, v, k * to_end, erase=None, within=None, decay=decay)
+
+
+@dataclass(frozen=True)
+class KimiDelta(_Relative):
+    """KDA. Inputs q, k, v, g (…, Hv, K), beta (…, Hv)."""
+
+    qk_l2norm: bool = False
+    kind: ClassVar[Kind] = "dense"
+
+    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+        q, k, v, g, beta = inputs
+        if self.qk_l2norm:
+            q, k = l2norm(q), l2norm(k)
+        q, k, v = self._heads(q, k, v)
+        c, beta = cumulative(g.flatten(0, 1), -2), beta.flatten(0, 1).unsqueeze(-1)
+        from_start, to_end = (x.to(q.dtype).exp() for x in (c, c[:, -1:] - c))
+        scores, within = channel_products(torch.stack([q, k * beta]), k, c)
+        return Factors(
+            reads=q * from_start,
+            scores=scores,
+            values=v * beta,
+            writes=k * to_end,
+            erase=k * from_start * beta,
+            within=within,
+            decay=from_start[:, -1].unsqueeze(-1),
+        )
+
+
+def kimi_delta_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: CuSeqlens = None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """KDA: the delta rule with a log decay per channel, g (tokens, Hv, K). scale defaults to K^-1/2."""
+    spans = spans_of(cu_seqlens, len(q))
+    check_mixer(
+        q, k, v, g=g, beta=beta, channel_decay=True, initial_state=initial_state, segments=len(spans)
+    )
+    mixer = KimiDelta(k.shape[-1] ** -0.5 if scale is None else scale, qk_l2norm)
+    return mix(mixer, (q, k, v, g, beta), chunk_table(spans, chunk), initial_state, want_final=output_final_state)
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    cu_seqlens: CuSeqlens = None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    scale: float | None = None,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """GLA: a log decay per channel, g (tokens, Hv, K). scale defaults to K^-1/2."""
+    spans = spans_of(cu_seqlens, len(q))
+    check_mixer(q, k, v, g=g, channel_decay=True, initial_state=initial_state, segments=len(spans))
+    mixer = ChannelDecay(k.shape[-1] ** -0.5 if scale is None else scale)
+    return mix(mixer, (q, k, v, g), chunk_table(spans, chunk), initial_state, want_final=output_final_state)
+
+
+def lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    cu_seqlens: CuSeqlens = None,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    scale: float = 1.0,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """Lightning attention and RetNet: one log decay per value head, log_decay (Hv,), the same for all tokens.
+
+    None is linear attention without decay. RetNet's heads use `retnet_log_decay(Hv)`.
+    """
+    spans = spans_of(cu_seqlens, len(q))
+    check_mixer(q, k, v, initial_state=initial_state, segments=len(spans))
+    table = chunk_table(spans, chunk)
+    if log_decay is None:
+        return mix(LinearAttention(scale), (q, k, v), table, initial_state, want_final=output_final_state)
+    if tuple(log_decay.shape) != (v.shape[1],):
+        raise InputError(f"log_decay has shape {tuple(log_decay.shape)}; it must be ({v.shape[1]},), one per head of v")
+    g = log_decay.expand(len(q), -1)
+    return mix(HeadDecay(scale), (q, k, v, g), table, initial_state, want_final=output_final_state)
+
+
+def retnet_log_decay(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """log(1 − 2^(−5−h)) for head h: the decay of RetNet's heads."""
+    return torch.log1p(-(2.0 ** (-5.0 - torch.arange(heads, device=device))))
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    cu_seqlens: CuSeqlens = None,
+    *,
+    D: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """Mamba2's state space: S_t = e^{A Δ_t} S_{t−1} + Δ_t B_t x_tᵀ, y_t = S_tᵀ C_t + D x_t.
+
+    x (tokens, H, P); dt (tokens, H), after bias and softplus; A (H,), negative; B, C (tokens, groups, N) with H a
+    multiple of groups; D (H,) or None. The state is (segments, H, N, P).
+    """
+    spans = spans_of(cu_seqlens, len(x))
+    check_mixer(C, B, x, beta=dt, initial_state=initial_state, segments=len(spans))
+    for name, per_head in (("A", A), ("D", D)):
+        if per_head is not None and tuple(per_head.shape) != (x.shape[1],):
+            raise InputError(f"{name} has shape {tuple(per_head.shape)}; it must be ({x.shape[1]},), one per head of x")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    step = dt.to(wide)
+    inputs = (C, B, x.to(wide) * step.unsqueeze(-1), A.to(wide) * step)
+    y, final = mix(HeadDecay(), inputs, chunk_table(spans, chunk), initial_state, want_final=output_final_state)
+    return y if D is None else (y + D.unsqueeze(-1) * x).to(y.dtype), final
