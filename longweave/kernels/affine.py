@@ -11,8 +11,8 @@ M comes in the smallest form that its mixer allows:
     diagonal    (..., K, 1)         GLA
     dense       (..., K, K)         DeltaNet, Gated DeltaNet, KDA
 
-Scalar and diagonal maps multiply elementwise, and broadcasting makes their formulas the same. The same pair of
-functions serves the gradient: `Affine(M, C)` with `apply_transposed`.
+Scalar and diagonal maps multiply elementwise, and broadcasting makes their formulas the same. The same pair
+of functions serves the gradient: `Affine(M, C)` with `apply_transposed`.
 """
 
 from __future__ import annotations

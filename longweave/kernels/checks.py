@@ -20,7 +20,9 @@ def check_mixer(
     initial_state: Tensor | None = None,
     segments: int = 1,
 ) -> None:
-    """Shapes and dtypes of q, k (tokens, Hk, K), v (tokens, Hv, V), g, beta (tokens, Hv), g per channel (…, K)."""
+    """Shapes and dtypes of q, k (tokens, Hk, K), v (tokens, Hv, V), g, beta (tokens, Hv), g per channel (…,
+    K).
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise InputError(f"{name} has shape {tuple(x.shape)}; it must be (tokens, heads, dim)")

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """The chunks `lo:hi` of a block (counted from the block's start), which act on state rows `row_lo:row_hi`.
+    """The chunks `lo:hi` of a block (counted from the block's start), which act on state rows
+    `row_lo:row_hi`.
 
     Rows `row_lo:row_next` have a further chunk after this one; the others end here.
     """
@@ -68,7 +70,9 @@ class Block:
         flat = self.tokens.reshape(-1)
         count = int((flat >= 0).sum())
         start = int(flat[0])
-        return (start, start + count) if np.array_equal(flat[:count], np.arange(start, start + count)) else None
+        return (
+            (start, start + count) if np.array_equal(flat[:count], np.arange(start, start + count)) else None
+        )
 
     def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """(tokens, H, ...) -> (n, H, C, ...) in `dtype`; padding is zero."""
@@ -83,7 +87,7 @@ class Block:
                 rows = x.index_select(0, tokens)
             else:
                 rows = x.new_zeros((slots, *x.shape[1:])).index_copy_(0, valid, x.index_select(0, tokens))
-        by_head = rows.unflatten(0, (self.n, self.chunk)).transpose(1, 2)
+        by_head = rows.reshape(self.n, self.chunk, *x.shape[1:]).transpose(1, 2)
         return torch.empty(by_head.shape, dtype=dtype, device=x.device).copy_(by_head)
 
     def scatter(self, chunks: Tensor, out: Tensor) -> None:
@@ -92,7 +96,7 @@ class Block:
         if self.run is not None:
             start, stop = self.run
             if stop - start == self.n * self.chunk:
-                out[start:stop].unflatten(0, (self.n, self.chunk)).copy_(by_token)
+                out[start:stop].view(by_token.shape).copy_(by_token)
             else:
                 out[start:stop].copy_(by_token.flatten(0, 1)[: stop - start])
             return
@@ -212,7 +216,9 @@ def _chunk_table(spans: tuple[Span, ...], chunk: int) -> ChunkTable:
     end = 0
     for start, stop in sorted(span for span in spans if span[0] != span[1]):
         if start < end or stop < start:
-            raise InputError(f"span ({start}, {stop}) runs backwards or overlaps another; give disjoint spans")
+            raise InputError(
+                f"span ({start}, {stop}) runs backwards or overlaps another; give disjoint spans"
+            )
         end = stop
     return ChunkTable(spans, chunk)
 
@@ -220,16 +226,14 @@ def _chunk_table(spans: tuple[Span, ...], chunk: int) -> ChunkTable:
 def spans_of(cu_seqlens: Sequence[int] | np.ndarray | Tensor | None, total: int) -> tuple[Span, ...]:
     """Segments of `total` packed tokens as spans. None means one segment. `cu_seqlens` are host integers.
 
-    A tensor is read with one `tolist`, which waits for the device if it is not on the host: pass host integers.
+    A tensor is read with one `tolist`, which waits for the device if it is not on the host: pass host
+    integers.
     """
     if cu_seqlens is None:
         return ((0, total),)
-    bounds = tuple(int(x) for x in (cu_seqlens if isinstance(cu_seqlens, list | tuple) else cu_seqlens.tolist()))
-    if len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in _pairs(bounds)):
+    values = cu_seqlens.tolist() if isinstance(cu_seqlens, np.ndarray | Tensor) else cu_seqlens
+    bounds = tuple(int(x) for x in values)
+    if len(bounds) < 1 or bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in pairwise(bounds)):
         shown = bounds if len(bounds) <= 8 else (*bounds[:4], "...", *bounds[-3:])
         raise InputError(f"cu_seqlens is {shown}; it must rise from 0 to the number of tokens, {total}")
-    return tuple(_pairs(bounds))
-
-
-def _pairs(bounds: tuple[int, ...]) -> list[Span]:
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(pairwise(bounds))

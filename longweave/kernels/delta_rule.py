@@ -67,7 +67,12 @@ class GatedDeltaRule(Mixer):
             q, k = q * (q_norm * self.scale), k * k_norm
         elif self.scale != 1:
             q = q * self.scale
-        q_kv, k_kv, v_, b = q.unsqueeze(2), k.unsqueeze(2), v.reshape(n, Hk, G, C, -1), beta.view(n, Hk, G, C, 1)
+        q_kv, k_kv, v_, b = (
+            q.unsqueeze(2),
+            k.unsqueeze(2),
+            v.reshape(n, Hk, G, C, -1),
+            beta.view(n, Hk, G, C, 1),
+        )
 
         c = cumulative(g.view(n, Hk, G, C), -1)
         from_start = c.to(k.dtype).exp().unsqueeze(-1)  # γ_i
@@ -144,10 +149,11 @@ def gated_delta_rule(
         v: (tokens, Hv, V), Hv a multiple of Hk: value head h reads key head h // (Hv / Hk), as in GQA.
         g: log decay (tokens, Hv), normally ≤ 0; None is no decay (DeltaNet).
         beta: (tokens, Hv).
-        cu_seqlens: host integers that rise from 0 to `tokens`; None is one segment, equal neighbours an empty one.
-        initial_state: (segments, Hv, K, V); None is zero.
+        cu_seqlens: host integers that rise from 0 to `tokens`; None is one segment, equal neighbours an
+        empty one. initial_state: (segments, Hv, K, V); None is zero.
         scale: of q; K^-1/2 unless given.
-        backend: "torch" (any device), "recurrent" (the reference loop), "fla" (CUDA, flash-linear-attention), or
+        backend: "torch" (any device), "recurrent" (the reference loop), "fla" (CUDA,
+        flash-linear-attention), or
             "auto": "fla" where it can serve, else "torch".
 
     Returns:
@@ -174,11 +180,15 @@ def gated_delta_rule(
     if g is None:
         g = beta.new_zeros(()).expand(beta.shape)
     if backend == "fla":
-        return fla.gated_delta_rule(q, k, v, g, beta, spans, initial_state, output_final_state, scale, qk_l2norm)
+        return fla.gated_delta_rule(
+            q, k, v, g, beta, spans, initial_state, output_final_state, scale, qk_l2norm
+        )
     if backend != "torch":
         raise InputError(f'backend is "{backend}"; choose "auto", "torch", "recurrent" or "fla"')
     mixer = GatedDeltaRule(scale, qk_l2norm)
-    return mix(mixer, (q, k, v, g, beta), chunk_table(spans, chunk), initial_state, want_final=output_final_state)
+    return mix(
+        mixer, (q, k, v, g, beta), chunk_table(spans, chunk), initial_state, want_final=output_final_state
+    )
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
@@ -193,4 +203,3 @@ def _norm_grad(dy: Tensor, y: Tensor, factor: Tensor) -> Tensor:
 def _over_group(x: Tensor) -> Tensor:
     """Sum over the value heads that share a key head: (n, Hk, G, …) -> (n, Hk, …)."""
     return x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
-

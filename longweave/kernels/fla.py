@@ -1,6 +1,7 @@
 """The one door to flash-linear-attention, used on CUDA when it is installed.
 
-Its op wants a batch of one, `(1, tokens, heads, dim)`, 16-bit q, k, v, one head of q and k per value head, and no empty segments.
+Its op wants a batch of one, `(1, tokens, heads, dim)`, 16-bit q, k, v, one head of q and k per value head,
+and no empty segments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A mixer over the segments of one rank, as one differentiable operation: `run` forward, `backward_run` back."""
+"""A mixer over the segments of one rank, as one differentiable operation: `run` forward, `backward_run`
+back.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def mix(
     want_final: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs (tokens, H, V) and, if wanted, final states (segments, H, K, V) in float32 or float64."""
-    out, final = _Mix.apply(mixer, table, want_final, initial_state, *inputs)
+    out, final = _Mix.apply(mixer, table, want_final, initial_state, *inputs)  # type: ignore[no-untyped-call]
     return out, final
 
 

@@ -18,8 +18,8 @@ costs three thin matmuls. Mixers differ in their factors:
     within   L  (C × C)      β, decayed k·k, i > j       None
     decay    D               1 × 1, K × 1, or None: no decay
 
-A new mixer writes `prepare` in torch operations. `linearize` then comes from autograd; a mixer for which speed
-matters overrides it with a hand-written pullback.
+A new mixer writes `prepare` in torch operations. `linearize` then comes from autograd; a mixer for which
+speed matters overrides it with a hand-written pullback.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ class Factors:
         return [getattr(self, f.name) for f in fields(Factors)]
 
 
-Pullback = Callable[[Factors], Sequence[Tensor | None]]
+Pullback = Callable[[Factors], Sequence[Tensor]]
 
 
 class Mixer(ABC):
-    """One kind of linear attention. Inputs are gathered chunks: (chunks, heads, C) or (chunks, heads, C, dim)."""
+    """One kind of linear attention. Inputs are gathered chunks: (chunks, heads, C) or (chunks, heads, C,
+    dim).
+    """
 
     kind: ClassVar[Kind]
 
@@ -73,13 +75,13 @@ class Mixer(ABC):
             leaves = [x.detach().requires_grad_() for x in inputs]
             traced = self.prepare(leaves)
 
-        def pullback(grads: Factors) -> Sequence[Tensor | None]:
+        def pullback(grads: Factors) -> Sequence[Tensor]:
             pairs = [
                 (y, dy)
                 for y, dy in zip(traced.tensors(), grads.tensors(), strict=True)
                 if y is not None and dy is not None and y.requires_grad
             ]
             outputs, upstream = zip(*pairs, strict=True)
-            return torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+            return torch.autograd.grad(outputs, leaves, upstream, materialize_grads=True)
 
         return Factors(*(None if x is None else x.detach() for x in traced.tensors())), pullback  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ class Prepared:
 
     def segments(self, rows: Tensor) -> Tensor:
         """(rows · H, ...) -> (segments, H, ...)."""
-        return self.table.to_segments(rows.unflatten(0, (len(self.table.spans), self.state_shape[0])))
+        return self.table.to_segments(rows.view(len(self.table.spans), self.state_shape[0], *rows.shape[1:]))
 
     def empty_out(self) -> Tensor:
         """Room for outputs (tokens, H, V); zeros where no segment will write."""

@@ -1,17 +1,17 @@
 """The obvious loop: one token at a time, differentiable by autograd. Every fast path is tested against it.
 
-    S ← α_t ⊙ S                         α_t = e^{g_t}: per head (H,), per channel (H, K), or 1
-    w_t = β_t (v_t − Sᵀ k_t)             delta rules; without β the rule is additive, w_t = v_t
-    S ← S + k_t w_tᵀ
-    o_t = scale · Sᵀ q_t
+S ← α_t ⊙ S                         α_t = e^{g_t}: per head (H,), per channel (H, K), or 1
+w_t = β_t (v_t − Sᵀ k_t)             delta rules; without β the rule is additive, w_t = v_t
+S ← S + k_t w_tᵀ
+o_t = scale · Sᵀ q_t
 
-    mixer                       g               β
-    linear attention            None            None
-    lightning, RetNet, SSD      (tokens, H)     None
-    GLA                         (tokens, H, K)  None
-    DeltaNet                    None            (tokens, H)
-    Gated DeltaNet              (tokens, H)     (tokens, H)
-    KDA                         (tokens, H, K)  (tokens, H)
+mixer                       g               β
+linear attention            None            None
+lightning, RetNet, SSD      (tokens, H)     None
+GLA                         (tokens, H, K)  None
+DeltaNet                    None            (tokens, H)
+Gated DeltaNet              (tokens, H)     (tokens, H)
+KDA                         (tokens, H, K)  (tokens, H)
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@
     GLA                   S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ          per channel       diagonal
     KDA                   S_t = (I − β_t k_t k_tᵀ) diag(e^{g_t}) S_{t−1} + β_t k_t v_tᵀ     dense
 
-and o_t = scale · S_tᵀ q_t always. Tensors are packed (tokens, heads, dim). q and k may have fewer heads than v, as in
-GQA. Their gradients with respect to the chunk factors come from autograd, block by block. Decay of any strength is
-safe (`decay.py`). Every door takes `initial_state` (segments, Hv, K, V) and returns (out, final state or None).
+and o_t = scale · S_tᵀ q_t always. Tensors are packed (tokens, heads, dim). q and k may have fewer heads than
+v, as in GQA. Their gradients with respect to the chunk factors come from autograd, block by block. Decay of
+any strength is safe (`decay.py`). Every door takes `initial_state` (segments, Hv, K, V) and returns (out,
+final state or None).
 """
 
 from __future__ import annotations
@@ -139,11 +140,11 @@ def kimi_delta_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """KDA: the delta rule with a log decay per channel, g (tokens, Hv, K). scale defaults to K^-1/2."""
     spans = spans_of(cu_seqlens, len(q))
-    check_mixer(
-        q, k, v, g=g, beta=beta, channel_decay=True, initial_state=initial_state, segments=len(spans)
-    )
+    check_mixer(q, k, v, g=g, beta=beta, channel_decay=True, initial_state=initial_state, segments=len(spans))
     mixer = KimiDelta(k.shape[-1] ** -0.5 if scale is None else scale, qk_l2norm)
-    return mix(mixer, (q, k, v, g, beta), chunk_table(spans, chunk), initial_state, want_final=output_final_state)
+    return mix(
+        mixer, (q, k, v, g, beta), chunk_table(spans, chunk), initial_state, want_final=output_final_state
+    )
 
 
 def gated_linear_attention(
@@ -187,7 +188,9 @@ def lightning_attention(
     if log_decay is None:
         return mix(LinearAttention(scale), (q, k, v), table, initial_state, want_final=output_final_state)
     if tuple(log_decay.shape) != (v.shape[1],):
-        raise InputError(f"log_decay has shape {tuple(log_decay.shape)}; it must be ({v.shape[1]},), one per head of v")
+        raise InputError(
+            f"log_decay has shape {tuple(log_decay.shape)}; it must be ({v.shape[1]},), one per head of v"
+        )
     g = log_decay.expand(len(q), -1)
     return mix(HeadDecay(scale), (q, k, v, g), table, initial_state, want_final=output_final_state)
 
@@ -212,16 +215,20 @@ def ssd(
 ) -> tuple[Tensor, Tensor | None]:
     """Mamba2's state space: S_t = e^{A Δ_t} S_{t−1} + Δ_t B_t x_tᵀ, y_t = S_tᵀ C_t + D x_t.
 
-    x (tokens, H, P); dt (tokens, H), after bias and softplus; A (H,), negative; B, C (tokens, groups, N) with H a
-    multiple of groups; D (H,) or None. The state is (segments, H, N, P).
+    x (tokens, H, P); dt (tokens, H), after bias and softplus; A (H,), negative; B, C (tokens, groups, N)
+    with H a multiple of groups; D (H,) or None. The state is (segments, H, N, P).
     """
     spans = spans_of(cu_seqlens, len(x))
     check_mixer(C, B, x, beta=dt, initial_state=initial_state, segments=len(spans))
     for name, per_head in (("A", A), ("D", D)):
         if per_head is not None and tuple(per_head.shape) != (x.shape[1],):
-            raise InputError(f"{name} has shape {tuple(per_head.shape)}; it must be ({x.shape[1]},), one per head of x")
+            raise InputError(
+                f"{name} has shape {tuple(per_head.shape)}; it must be ({x.shape[1]},), one per head of x"
+            )
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     step = dt.to(wide)
     inputs = (C, B, x.to(wide) * step.unsqueeze(-1), A.to(wide) * step)
-    y, final = mix(HeadDecay(), inputs, chunk_table(spans, chunk), initial_state, want_final=output_final_state)
+    y, final = mix(
+        HeadDecay(), inputs, chunk_table(spans, chunk), initial_state, want_final=output_final_state
+    )
     return y if D is None else (y + D.unsqueeze(-1) * x).to(y.dtype), final

@@ -12,11 +12,11 @@ in the letters of `mixer.py`:
     V' = T (U − W S)                dV' = Aᵀ dO + K dS'             T = (I + L)⁻¹
     O  = Q S + A V'                 dU  = Tᵀ dV'
     S' = D S + Kᵀ V'                dS  = D dS' + Qᵀ dO − Wᵀ dU
-                                    dQ = dO Sᵀ   dA = dO V'ᵀ   dW = −dU Sᵀ   dL = −dU V'ᵀ   dK = V' dS'ᵀ   dD = <dS', S>
+    dQ = dO Sᵀ     dA = dO V'ᵀ     dW = −dU Sᵀ     dL = −dU V'ᵀ     dK = V' dS'ᵀ     dD = <dS', S>
 
 The backward recurrence needs no S, so `backward_summary` needs no forward. Only states at block borders are
-kept for backward; those inside a block are computed again, next to where they are used: one more thin matmul per
-chunk, for a block of 8 chunks an eighth of the memory.
+kept for backward; those inside a block are computed again, next to where they are used: one more thin matmul
+per chunk, for a block of 8 chunks an eighth of the memory.
 
 States are float32 (float64 for float64 inputs) whatever the inputs are, and autocast is off in here.
 """
@@ -27,7 +27,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,20 +36,18 @@ from longweave.kernels.chunks import Block, Piece
 from longweave.kernels.mixer import Factors
 from longweave.kernels.prepared import Prepared, Ready
 
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-_Stage = Callable[Concatenate[Prepared, _Args], _Result]
+_Stage = TypeVar("_Stage", bound=Callable[..., Any])
 
 
-def _exact(stage: _Stage[_Args, _Result]) -> _Stage[_Args, _Result]:
+def _exact(stage: _Stage) -> _Stage:
     """Stages are not traced by autograd, and autocast must not round their matmuls."""
 
     @wraps(stage)
-    def wrapped(prepared: Prepared, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def wrapped(prepared: Prepared, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad(), torch.autocast(prepared.device.type, enabled=False):
             return stage(prepared, *args, **kwargs)
 
-    return wrapped
+    return cast("_Stage", wrapped)
 
 
 @dataclass
@@ -96,7 +94,7 @@ def run(
             if count:
                 _advance(S[row][:count], f, going_on, written)
         read.baddbmm_(f.scores, written)
-        block.scatter(read.unflatten(0, (block.n, H)), out)
+        block.scatter(read.view(block.n, H, *read.shape[1:]), out)
     return Run(out, prepared.segments(S) if want_final else None, tuple(states))
 
 
@@ -129,7 +127,7 @@ def summary(
                 _advance_maps(M[lo * H : hi * H], ready, _pick(chunks, H, M.device), first=piece.first)
     if M is not None:
         slots = torch.tensor([bisect_left(rows, row_of[segment]) for segment in wanted])
-        M = M.unflatten(0, (len(rows), H)).index_select(0, slots.to(M.device, non_blocking=True))
+        M = M.view(len(rows), H, *M.shape[1:]).index_select(0, slots.to(M.device, non_blocking=True))
     return prepared.segments(S), M
 
 
@@ -160,8 +158,8 @@ def backward_run(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Gradients of the inputs (each like its input) and of the initial state (segments, H, K, V).
 
-    `prepared` must be one with `pullbacks`, `states` those of `run`. With `grads`, results go to the tokens of the
-    table's spans in these tensors.
+    `prepared` must be one with `pullbacks`, `states` those of `run`. With `grads`, results go to the tokens
+    of the table's spans in these tensors.
     """
     H, K, V = prepared.state_shape
     grads = prepared.empty_grads() if grads is None else grads
@@ -193,10 +191,7 @@ def backward_run(
             decay=d_decay,
         )
         for dx, out in zip(ready.pullback(d_factors), grads, strict=True):
-            if dx is not None:
-                block.scatter(dx, out)
-            elif out.numel():
-                block.scatter(torch.zeros((), device=out.device).expand(block.n, out.shape[1], block.chunk, *out.shape[2:]), out)
+            block.scatter(dx, out)
     return tuple(grads), prepared.segments(dS)
 
 
@@ -223,7 +218,9 @@ def _room_for_written(f: Factors) -> Tensor:
 
 
 def _write(ready: Ready, now: slice, s: Tensor | None, written: Tensor) -> None:
-    """V' = T (U − W s) for the rows `now` of `written`; None is s = 0. Without W, V' is U, and already there."""
+    """V' = T (U − W s) for the rows `now` of `written`; None is s = 0. Without W, V' is U, and already
+    there.
+    """
     f = ready.f
     if f.erase is None or ready.T is None:
         return
@@ -260,7 +257,9 @@ def _replay(
     for piece, now, _ in _walk(block, H):
         _write(ready, now, S[now], written)
         own = _going_on(piece, H)
-        then = slice(now.stop, now.stop + own.stop - own.start)  # the chunks of the next step follow in the block
+        then = slice(
+            now.stop, now.stop + own.stop - own.start
+        )  # the chunks of the next step follow in the block
         if then.start < then.stop <= len(S):
             torch.mul(S[own], 1 if f.decay is None else f.decay[own], out=S[then])
             S[then].baddbmm_(f.writes[own].mT, written[own])
