@@ -97,7 +97,7 @@ class GatedDeltaRule(Mixer):
             assert d.decay is not None
             assert factors.decay is not None
             heads = (n, Hk, G, C)
-            dL = d.within.tril(-1)
+            dL = d.within
             dkk = dL.view(*heads, C) * ratio  # before β
             dqk = d.scores.view(*heads, C) * ratio
 

@@ -187,7 +187,7 @@ def backward_run(
             values=dU,
             writes=d_writes,
             erase=None if f.erase is None else torch.bmm(dU, S.mT).neg_(),
-            within=None if f.within is None else torch.bmm(dU, written.mT).neg_(),
+            within=None if f.within is None else torch.bmm(dU, written.mT).neg_().tril_(-1),
             decay=d_decay,
         )
         for dx, out in zip(ready.pullback(d_factors), grads, strict=True):
