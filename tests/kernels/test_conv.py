@@ -1,0 +1,139 @@
+"""The causal convolution against F.conv1d on each segment with its halo in front."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longweave.errors import InputError
+from longweave.kernels import conv
+from longweave.kernels.conv import causal_conv1d
+
+torch.set_num_threads(1)
+
+
+def reference(x, weight, bias, cu, activation, halo):
+    width = weight.shape[1]
+    outs = [x[:0]]
+    for segment, (start, stop) in enumerate(pairwise(cu)):
+        before = x.new_zeros(width - 1, x.shape[1]) if halo is None else halo[segment]
+        if stop > start:
+            seen = torch.cat([before, x[start:stop]]).t().unsqueeze(0)
+            outs.append(F.conv1d(seen, weight.unsqueeze(1), bias, groups=x.shape[1])[0].t())
+    z = torch.cat(outs)
+    return F.silu(z) if activation == "silu" else z
+
+
+def compare(
+    cu, width, activation, *, with_bias=True, with_halo=True, dtype=torch.float64, channels=5
+) -> float:
+    rng = torch.Generator().manual_seed(width)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
+
+    x, weight = normal(cu[-1], channels), normal(channels, width)
+    bias = normal(channels) if with_bias else None
+    halo = normal(len(cu) - 1, width - 1, channels) if with_halo else None
+    d_out = normal(cu[-1], channels)
+    results = []
+    for fn, wide in ((causal_conv1d, False), (reference, True)):
+        leaves = [
+            None if a is None else (a.double() if wide else a).clone().requires_grad_()
+            for a in (x, weight, bias, halo)
+        ]
+        xs, w, b, h = leaves
+        if fn is reference:
+            y = reference(xs, w, b, cu, activation, h)
+        else:
+            y = causal_conv1d(xs, w, b, cu, activation=activation, halo=h)
+        used = [leaf for leaf in leaves if leaf is not None]
+        grads = torch.autograd.grad(y, used, d_out.to(y.dtype), materialize_grads=True)
+        results.append([y.detach(), *grads])
+    worst = 0.0
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        assert ours.shape == theirs.shape
+        if theirs.numel():
+            worst = max(
+                worst, float((ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3))
+            )
+    return worst
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("width", range(2, 9))
+def test_every_width(width: int, activation: str | None) -> None:
+    assert compare([0, 1, 1, 4, 20, 27, 60], width, activation) < 1e-12
+
+
+@pytest.mark.parametrize("cu", [[0, 40], [0, 1, 2, 3, 4], [0, 0, 5, 5], [0, 0], list(range(0, 90, 3))])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_halo", [False, True])
+def test_every_segmentation(cu: list[int], with_bias: bool, with_halo: bool) -> None:
+    assert compare(cu, 4, "silu", with_bias=with_bias, with_halo=with_halo) < 1e-12
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=8), st.integers(2, 8), st.integers(1, 200))
+def test_strips_change_nothing(lengths: list[int], width: int, strip: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conv, "STRIP_ELEMENTS", strip)
+        assert compare([0, *torch.tensor(lengths).cumsum(0).tolist()], width, "silu") < 1e-12
+
+
+def test_half_precision_sums_in_float32() -> None:
+    assert compare([0, 700, 701, 1000], 4, "silu", dtype=torch.float32) < 1e-5
+    assert compare([0, 700, 701, 1000], 4, "silu", dtype=torch.bfloat16) < 2**-8  # one rounding at the end
+
+
+def test_a_cut_segment_with_its_halo_equals_the_whole() -> None:
+    x, weight = torch.randn(30, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    whole = causal_conv1d(x, weight)
+    halo = torch.zeros(3, 3, 3, dtype=torch.float64)
+    halo[1, 1:] = x[:2]  # the second piece has only two tokens before it
+    halo[2] = x[8:11]
+    assert torch.allclose(causal_conv1d(x, weight, None, [0, 2, 11, 30], halo=halo), whole, atol=1e-13)
+
+
+def test_only_the_inputs_are_kept() -> None:
+    x, weight = torch.randn(500, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        causal_conv1d(x, weight, None, [0, 100, 500], activation="silu")
+    assert sorted(kept) == [32, 4000]
+
+
+def test_non_contiguous_input() -> None:
+    x, weight = torch.randn(6, 50, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    assert torch.equal(causal_conv1d(x.t(), weight), causal_conv1d(x.t().contiguous(), weight))
+
+
+def test_gradcheck() -> None:
+    leaves = [
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 2), (2, 3), (2,), (3, 2, 2))
+    ]
+    assert torch.autograd.gradcheck(
+        lambda x, w, b, h: causal_conv1d(x, w, b, [0, 1, 4, 7], activation="silu", halo=h), leaves
+    )
+
+
+def test_errors_say_what_was_seen() -> None:
+    x, weight = torch.randn(10, 4), torch.randn(4, 4)
+    with pytest.raises(InputError, match="width 1;"):
+        causal_conv1d(x, weight[:, :1])
+    with pytest.raises(InputError, match="width 9;"):
+        causal_conv1d(x, torch.randn(4, 9))
+    with pytest.raises(InputError, match=r"weight \(3, 4\)"):
+        causal_conv1d(x, weight[:3])
+    with pytest.raises(InputError, match=r"it must be \(2, 3, 4\)"):
+        causal_conv1d(x, weight, None, [0, 5, 10], halo=torch.zeros(1, 3, 4))
+    with pytest.raises(InputError, match="'relu'"):
+        causal_conv1d(x, weight, activation="relu")
+    with pytest.raises(InputError, match=r"bias has shape \(3,\)"):
+        causal_conv1d(x, weight, torch.zeros(3))
