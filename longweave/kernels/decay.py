@@ -35,12 +35,12 @@ def cumulative(g: Tensor, dim: int) -> Tensor:
 
 
 def pairwise(c: Tensor, dtype: torch.dtype) -> Tensor:
-    """(…, C) -> (…, C, C): e^{c_i − c_j} for i ≥ j, else 0. Masked before exp: above the diagonal it may
-    overflow.
+    """(…, C) -> (…, C, C): e^{c_i − c_j} for i ≥ j, else 0.
+
+    The upper triangle is cleared before exp, where it could overflow, and again after it. (Filling it with −∞
+    before would do, but exp of −∞ is slow on CPU.)
     """
-    C = c.shape[-1]
-    above = torch.full((C, C), -torch.inf, dtype=dtype, device=c.device).triu(1)
-    return ((c.unsqueeze(-1) - c.unsqueeze(-2)).to(dtype) + above).exp()
+    return (c.unsqueeze(-1) - c.unsqueeze(-2)).to(dtype).tril().exp().tril()
 
 
 def channel_products(rows: Tensor, columns: Tensor, c: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ def gated_delta_rule(
     scale: float | None = None,
     qk_l2norm: bool = False,
     backend: str = "auto",
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule over packed segments of one rank.
 
@@ -155,6 +155,8 @@ def gated_delta_rule(
         backend: "torch" (any device), "recurrent" (the reference loop), "fla" (CUDA,
         flash-linear-attention), or
             "auto": "fla" where it can serve, else "torch".
+        chunk: tokens per chunk of "torch", a power of two; chosen from the lengths of the segments unless
+        given.
 
     Returns:
         out (tokens, Hv, V) in the dtype of q, and final states (segments, Hv, K, V) in float32 (float64 for

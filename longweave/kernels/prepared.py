@@ -11,8 +11,11 @@ from torch import Tensor
 from longweave.kernels.chunks import Block, ChunkTable
 from longweave.kernels.mixer import Factors, Mixer, Pullback
 
-CHUNK_HEADS_PER_BLOCK = {"cpu": 32}  # 32 × 64 tokens × 128 floats = 1 MiB per factor: measured best on CPU
-CHUNK_HEADS_ELSEWHERE = 4096
+# Size of a block in tokens × heads. On CPU a factor then takes 512 KiB (128 floats each), measured best.
+BLOCK = {"cpu": 1024}
+BLOCK_ELSEWHERE = 1 << 18
+# With many heads a block would shrink to one chunk, and then every state would be kept for backward.
+LEAST_CHUNKS = 4
 
 
 @dataclass
@@ -56,8 +59,8 @@ class Prepared:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        size = CHUNK_HEADS_PER_BLOCK.get(self.device.type, CHUNK_HEADS_ELSEWHERE)
-        return self.table.blocks(max(1, size // self.state_shape[0]))
+        size = BLOCK.get(self.device.type, BLOCK_ELSEWHERE)
+        return self.table.blocks(max(LEAST_CHUNKS, size // (self.table.chunk * self.state_shape[0])))
 
     def ready(self, number: int, *, last_use: bool = False) -> Ready:
         """The factors of block `number`; after its `last_use` they are not kept any longer."""

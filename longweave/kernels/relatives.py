@@ -136,7 +136,7 @@ def kimi_delta_attention(
     output_final_state: bool = False,
     scale: float | None = None,
     qk_l2norm: bool = False,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """KDA: the delta rule with a log decay per channel, g (tokens, Hv, K). scale defaults to K^-1/2."""
     spans = spans_of(cu_seqlens, len(q))
@@ -157,7 +157,7 @@ def gated_linear_attention(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     scale: float | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """GLA: a log decay per channel, g (tokens, Hv, K). scale defaults to K^-1/2."""
     spans = spans_of(cu_seqlens, len(q))
@@ -176,7 +176,7 @@ def lightning_attention(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     scale: float = 1.0,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention and RetNet: one log decay per value head, log_decay (Hv,), the same for all tokens.
 
@@ -211,7 +211,7 @@ def ssd(
     D: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Mamba2's state space: S_t = e^{A Δ_t} S_{t−1} + Δ_t B_t x_tᵀ, y_t = S_tᵀ C_t + D x_t.
 

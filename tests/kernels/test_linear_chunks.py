@@ -66,6 +66,13 @@ def test_steps_do_not_grow_with_the_number_of_documents() -> None:
     assert chunk_table([(50 * i, 50 * i + 50) for i in range(500)]).alive == (500,)
 
 
+def test_the_size_of_chunks_follows_the_lengths() -> None:
+    assert chunk_table([(0, 65536)]).chunk == 64
+    assert chunk_table([(0, 60), (60, 4000)]).chunk == 64
+    assert chunk_table([(30 * i, 30 * i + 30) for i in range(50)]).chunk == 32
+    assert chunk_table([(9 * i, 9 * i + 9) for i in range(50)]).chunk == 16
+
+
 def test_tables_are_cached_and_bad_spans_refused() -> None:
     assert chunk_table([(0, 5), (5, 9)]) is chunk_table(np.array([[0, 5], [5, 9]]))
     assert (

@@ -128,7 +128,8 @@ def test_the_size_of_blocks_changes_nothing(case: Case, size: int, monkeypatch: 
     cu = [0, 40, 43, 44, 60, 61]
     inputs = case.inputs(61)
     expected = with_grads(lambda x, s: case.reference(x, cu, s), inputs, state_for(inputs, cu))
-    monkeypatch.setitem(prepared.CHUNK_HEADS_PER_BLOCK, "cpu", size)
+    monkeypatch.setitem(prepared.BLOCK, "cpu", 4 * size)
+    monkeypatch.setattr(prepared, "LEAST_CHUNKS", 1)
     actual = with_grads(lambda x, s: case.chunked(x, cu, s, chunk=4), inputs, state_for(inputs, cu))
     assert worst(actual, expected) < 1e-10
 
@@ -166,9 +167,9 @@ def test_only_inputs_and_block_states_are_kept_for_backward() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         GDN.fast(*inputs)
-    chunk_heads = 1024 // 64 * 2
-    blocks = chunk_heads // prepared.CHUNK_HEADS_PER_BLOCK["cpu"]
-    states = max(0, blocks - 1) * 2 * 16 * 16 * 4  # the first block starts from zero
+    blocks = 1024 * 2 // prepared.BLOCK["cpu"]
+    assert blocks > 1
+    states = (blocks - 1) * 2 * 16 * 16 * 4  # the first block starts from zero
     assert sum(kept.values()) == sum(x.numel() * 4 for x in inputs) + states
 
 
