@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from longweave.errors import InputError
+from longweave.kernels.index import Indices
 
 Span = tuple[int, int]
 # Time per slot of a chunk of this size, relative to 64; measured on CPU, forward and backward.
@@ -59,7 +60,6 @@ class Block:
     chunk: int
     pieces: tuple[Piece, ...]
     tokens: np.ndarray  # (n, C) token of every slot, -1 for padding
-    _index: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def rows(self) -> slice:
@@ -84,7 +84,7 @@ class Block:
             if len(rows) < slots:
                 rows = torch.cat([rows, rows.new_zeros((slots - len(rows), *x.shape[1:]))])
         else:
-            tokens, valid = self._on(x.device)
+            tokens, valid = self._index.on(x.device)
             if len(valid) == slots:
                 rows = x.index_select(0, tokens)
             else:
@@ -102,22 +102,18 @@ class Block:
             else:
                 out[start:stop].copy_(by_token.flatten(0, 1)[: stop - start])
             return
-        tokens, valid = self._on(out.device)
+        tokens, valid = self._index.on(out.device)
         rows = by_token.to(out.dtype).flatten(0, 1)
         if len(valid) < len(rows):
             rows = rows.index_select(0, valid)
         out.index_copy_(0, tokens, rows)
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(tokens, slots): which token sits in which slot, without padding, as index tensors."""
-        if device not in self._index:
-            flat = self.tokens.reshape(-1)
-            slots = np.flatnonzero(flat >= 0)
-            self._index[device] = (
-                torch.from_numpy(flat[slots]).to(device, non_blocking=True),
-                torch.from_numpy(slots).to(device, non_blocking=True),
-            )
-        return self._index[device]
+    @cached_property
+    def _index(self) -> Indices:
+        """(tokens, slots): which token sits in which slot, without padding."""
+        flat = self.tokens.reshape(-1)
+        slots = np.flatnonzero(flat >= 0)
+        return Indices(flat[slots], slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +122,6 @@ class ChunkTable:
 
     spans: tuple[Span, ...]
     chunk: int
-    _order: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -189,18 +184,16 @@ class ChunkTable:
 
     def to_rows(self, per_segment: Tensor) -> Tensor:
         """(segments, ...) -> state rows."""
-        return per_segment.index_select(0, self._on(per_segment.device)[0])
+        return per_segment.index_select(0, self._rows.on(per_segment.device)[0])
 
     def to_segments(self, rows: Tensor) -> Tensor:
         """State rows -> (segments, ...)."""
-        return rows.index_select(0, self._on(rows.device)[1])
+        return rows.index_select(0, self._rows.on(rows.device)[1])
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._order:
-            there = torch.from_numpy(self.order)
-            back = torch.from_numpy(np.argsort(self.order, kind="stable"))
-            self._order[device] = (there.to(device, non_blocking=True), back.to(device, non_blocking=True))
-        return self._order[device]
+    @cached_property
+    def _rows(self) -> Indices:
+        """(segment of each row, row of each segment)."""
+        return Indices(self.order, np.argsort(self.order, kind="stable"))
 
 
 def chunk_table(spans: Iterable[Sequence[int]], chunk: int | None = None) -> ChunkTable:

@@ -18,16 +18,18 @@ inputs is kept, and no sum depends on the order of threads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longweave.errors import InputError
 from longweave.kernels.chunks import Span, spans_of
+from longweave.kernels.index import Indices
 
 WIDTHS = range(2, 9)
 STRIP_ELEMENTS = 1 << 18  # 1 MiB of float32: the measured optimum between cache misses and calls
@@ -87,14 +89,10 @@ class Edges:
     tokens: np.ndarray  # (edges,)
     windows: np.ndarray  # (edges, width) rows of the pool, oldest first
     readers: np.ndarray  # (pool rows, width) entries of `windows` (flat) that read a row, or `edges · width`
-    _on: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        if device not in self._on:
-            arrays = (self.tokens, self.windows, self.readers)
-            tokens, windows, readers = (torch.from_numpy(a).to(device, non_blocking=True) for a in arrays)
-            self._on[device] = (tokens, windows, readers)
-        return self._on[device]
+    @cached_property
+    def index(self) -> Indices:
+        return Indices(self.tokens, self.windows, self.readers)
 
 
 @lru_cache(maxsize=128)
@@ -131,17 +129,18 @@ class _Conv(torch.autograd.Function):
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for lo, hi, z in _inner(x, taps, offset):
             y[lo:hi] = _silu_(z) if silu else z
-        tokens, windows, _ = edges.on(x.device)
+        tokens, windows, _ = edges.index.on(x.device)
         z = (_pool(x, halo, edges, taps)[windows] * taps).sum(1)
         z = z if offset is None else z.add_(offset)
         return y.index_copy_(0, tokens, (_silu_(z) if silu else z).to(y.dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, halo = ctx.saved_tensors
         taps, offset = _wide(weight).t().contiguous(), None if bias is None else _wide(bias)
         width = len(taps)
-        tokens, windows, readers = ctx.edges.on(x.device)
+        tokens, windows, readers = ctx.edges.index.on(x.device)
 
         seen = _pool(x, halo, ctx.edges, taps)[windows]  # (edges, width, C)
         dz_edge = dy.index_select(0, tokens).to(taps.dtype)
@@ -208,7 +207,7 @@ def _inner(
 
 def _pool(x: Tensor, halo: Tensor | None, edges: Edges, taps: Tensor) -> Tensor:
     """Everything that edge tokens may read: themselves, then the halos."""
-    own = x.index_select(0, edges.on(x.device)[0]).to(taps.dtype)
+    own = x.index_select(0, edges.index.on(x.device)[0]).to(taps.dtype)
     if halo is None:
         beyond = taps.new_zeros((len(edges.readers) - len(own), x.shape[1]))
     else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longweave.kernels.chunks import ChunkTable
 from longweave.kernels.mixer import Mixer
@@ -54,6 +55,7 @@ class _Mix(torch.autograd.Function):
         return done.out, done.final_state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs, states = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         prepared = Prepared(ctx.mixer, inputs, ctx.table, pullbacks=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cases import CASES, GDN, GLA, HEAD, KDA, LINEAR, Case, with_grads, worst
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longweave.errors import InputError
 from longweave.kernels import prepared, relatives
@@ -147,6 +150,54 @@ def test_random_segments(lengths: list[int], case: Case, log2: int) -> None:
     out, final = case.chunked(inputs, cu, state, chunk=2**log2)
     expected, expected_final = case.reference(inputs, cu, state)
     assert worst([out, final], [expected, expected_final]) < 1e-10
+
+
+@pytest.mark.parametrize("case", CASES, **BY_NAME)
+def test_without_final_states_outputs_and_gradients_are_the_same(case: Case) -> None:
+    cu = [0, 40, 43, 43, 60]
+    inputs = [x.requires_grad_() for x in case.inputs(60)]
+    d_out = torch.randn(60, 2, 8, dtype=torch.float64)
+    out, none = case.fast(
+        *inputs, cu, scale=case.scale, chunk=8, initial_state=None, output_final_state=False
+    )
+    assert none is None
+    expected, _ = case.reference(inputs, cu, None)
+    grads, expected_grads = (torch.autograd.grad(y, inputs, d_out) for y in (out, expected))
+    assert worst([out, *grads], [expected, *expected_grads]) < 1e-10
+
+
+@pytest.mark.parametrize("case", CASES, **BY_NAME)
+def test_gradients_of_the_final_state_alone(case: Case) -> None:
+    cu = [0, 20, 33]
+    inputs = [x.requires_grad_() for x in case.inputs(33)]
+    d_final = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    finals = case.chunked(inputs, cu, None, chunk=8)[1], case.reference(inputs, cu, None)[1]
+    grads = [torch.autograd.grad(y, inputs, d_final, materialize_grads=True) for y in finals]
+    assert worst(*grads) < 1e-10
+
+
+def test_a_second_derivative_is_refused() -> None:
+    inputs = [x.requires_grad_() for x in GDN.inputs(9)]
+    (dv,) = torch.autograd.grad(GDN.fast(*inputs)[0].square().sum(), inputs[2], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dv.sum().backward()
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    """The simulator runs this code on fake tensors, before or after real runs with the same table."""
+    cu = [0, 17, 40]
+    for fake_first in (True, False):
+        cu = [*cu, cu[-1] + 3]
+        for fake in (fake_first, not fake_first):
+            with FakeTensorMode() if fake else nullcontext():
+                given = [
+                    torch.rand(s, requires_grad=True) for s in ((cu[-1], 2, 4),) * 3 + ((cu[-1], 2),) * 2
+                ]
+                out, final = GDN.fast(*given, cu, output_final_state=True)
+                out.sum().backward()
+            assert out.shape == (cu[-1], 2, 4)
+            assert final.shape == (len(cu) - 1, 2, 4, 4)
+            assert given[0].grad.shape == given[0].shape
 
 
 def test_autocast_does_not_round_the_scan() -> None:
