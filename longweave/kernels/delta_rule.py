@@ -189,7 +189,11 @@ def gated_delta_rule(
         raise InputError(f'backend is "{backend}"; choose "auto", "torch", "recurrent" or "fla"')
     mixer = GatedDeltaRule(scale, qk_l2norm)
     return mix(
-        mixer, (q, k, v, g, beta), chunk_table(spans, chunk), initial_state, want_final=output_final_state
+        mixer,
+        (q, k, v, g, beta),
+        chunk_table(spans, chunk, device=q.device.type),
+        initial_state,
+        want_final=output_final_state,
     )
 
 

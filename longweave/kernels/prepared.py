@@ -101,7 +101,34 @@ class Prepared:
 def _solved(f: Factors, pullback: Pullback | None) -> Ready:
     if f.within is None:
         return Ready(f, None, pullback)
-    # The inverse costs less than two solves with wide right-hand sides, and backward applies it again.
-    eye = torch.eye(f.within.shape[-1], dtype=f.within.dtype, device=f.within.device).expand(f.within.shape)
-    T = torch.linalg.solve_triangular(f.within, eye, upper=False, unitriangular=True)
-    return Ready(f, T, pullback)
+    # The inverse costs less than solving for wide right-hand sides, and backward applies it again.
+    return Ready(f, _unit_lower_inverse(f.within), pullback)
+
+
+def _unit_lower_inverse(L: Tensor) -> Tensor:
+    """(I + tril₋₁ L)⁻¹ of (B, C, C), C a power of two.
+
+    Solved in tiles along the diagonal, which are then joined two by two, so that most of the work is matmuls:
+    [X 0; E Y]⁻¹ = [X⁻¹ 0; −Y⁻¹ E X⁻¹  Y⁻¹].
+    """
+    B, C, _ = L.shape
+    side = min(C, 16)
+    tiles = _diagonal_tiles(L, side)
+    eye = torch.eye(side, dtype=L.dtype, device=L.device).expand(tiles.shape)
+    inverse: Tensor = torch.linalg.solve_triangular(tiles, eye, upper=False, unitriangular=True)
+    while side < C:
+        X, Y = inverse[:, 0::2], inverse[:, 1::2]
+        E = _diagonal_tiles(L, 2 * side)[..., side:, :side]
+        inverse = L.new_zeros((B, C // (2 * side), 2 * side, 2 * side))
+        inverse[..., :side, :side] = X
+        inverse[..., side:, side:] = Y
+        inverse[..., side:, :side] = torch.matmul(Y, torch.matmul(E, X)).neg_()
+        side *= 2
+    return inverse.view(B, C, C)
+
+
+def _diagonal_tiles(L: Tensor, side: int) -> Tensor:
+    """(B, C, C) -> (B, C / side, side, side), a view."""
+    B, C, _ = L.shape
+    grid = L.view(B, C // side, side, C // side, side)
+    return torch.diagonal(grid, dim1=1, dim2=3).permute(0, 3, 1, 2)

@@ -143,7 +143,11 @@ def kimi_delta_attention(
     check_mixer(q, k, v, g=g, beta=beta, channel_decay=True, initial_state=initial_state, segments=len(spans))
     mixer = KimiDelta(k.shape[-1] ** -0.5 if scale is None else scale, qk_l2norm)
     return mix(
-        mixer, (q, k, v, g, beta), chunk_table(spans, chunk), initial_state, want_final=output_final_state
+        mixer,
+        (q, k, v, g, beta),
+        chunk_table(spans, chunk, device=q.device.type),
+        initial_state,
+        want_final=output_final_state,
     )
 
 
@@ -163,7 +167,13 @@ def gated_linear_attention(
     spans = spans_of(cu_seqlens, len(q))
     check_mixer(q, k, v, g=g, channel_decay=True, initial_state=initial_state, segments=len(spans))
     mixer = ChannelDecay(k.shape[-1] ** -0.5 if scale is None else scale)
-    return mix(mixer, (q, k, v, g), chunk_table(spans, chunk), initial_state, want_final=output_final_state)
+    return mix(
+        mixer,
+        (q, k, v, g),
+        chunk_table(spans, chunk, device=q.device.type),
+        initial_state,
+        want_final=output_final_state,
+    )
 
 
 def lightning_attention(
@@ -184,7 +194,7 @@ def lightning_attention(
     """
     spans = spans_of(cu_seqlens, len(q))
     check_mixer(q, k, v, initial_state=initial_state, segments=len(spans))
-    table = chunk_table(spans, chunk)
+    table = chunk_table(spans, chunk, device=q.device.type)
     if log_decay is None:
         return mix(LinearAttention(scale), (q, k, v), table, initial_state, want_final=output_final_state)
     if tuple(log_decay.shape) != (v.shape[1],):
@@ -229,6 +239,10 @@ def ssd(
     step = dt.to(wide)
     inputs = (C, B, x.to(wide) * step.unsqueeze(-1), A.to(wide) * step)
     y, final = mix(
-        HeadDecay(), inputs, chunk_table(spans, chunk), initial_state, want_final=output_final_state
+        HeadDecay(),
+        inputs,
+        chunk_table(spans, chunk, device=x.device.type),
+        initial_state,
+        want_final=output_final_state,
     )
     return y if D is None else (y + D.unsqueeze(-1) * x).to(y.dtype), final

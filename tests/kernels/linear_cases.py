@@ -101,7 +101,7 @@ def worst(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Largest error of any tensor, relative to that tensor's largest value (or to 1e-3, if that is more)."""
     assert len(actual) == len(expected)
     errors = [0.0]
-    for a, e in zip(actual, expected, strict=True):
+    for a, e in zip([x.detach() for x in actual], [x.detach() for x in expected], strict=True):
         assert a.shape == e.shape
         assert bool(torch.isfinite(a).all())
         if e.numel():

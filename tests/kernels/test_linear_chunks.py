@@ -62,14 +62,15 @@ def test_gather_then_scatter_is_the_identity(lengths: list[int], size: int) -> N
 
 
 def test_steps_do_not_grow_with_the_number_of_documents() -> None:
-    assert len(chunk_table([(0, 65536)]).alive) == 1024
-    assert chunk_table([(50 * i, 50 * i + 50) for i in range(500)]).alive == (500,)
+    assert len(chunk_table([(0, 65536)], 64).alive) == 1024
+    assert chunk_table([(50 * i, 50 * i + 50) for i in range(500)], 64).alive == (500,)
 
 
 def test_the_size_of_chunks_follows_the_lengths() -> None:
-    assert chunk_table([(0, 65536)]).chunk == 64
-    assert chunk_table([(0, 60), (60, 4000)]).chunk == 64
-    assert chunk_table([(30 * i, 30 * i + 30) for i in range(50)]).chunk == 32
+    assert chunk_table([(0, 65536)]).chunk == 32
+    assert chunk_table([(0, 65536)], device="cuda").chunk == 64
+    assert chunk_table([(60 * i, 60 * i + 60) for i in range(50)], device="cuda").chunk == 64
+    assert chunk_table([(30 * i, 30 * i + 30) for i in range(50)], device="cuda").chunk == 32
     assert chunk_table([(9 * i, 9 * i + 9) for i in range(50)]).chunk == 16
 
 
