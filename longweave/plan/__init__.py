@@ -1,0 +1,8 @@
+"""Every decision, made from integers before any tensor moves. Imports neither torch nor torch.distributed."""
+
+from longweave.plan.layout import Layout
+from longweave.plan.mask import Mask, Slice
+from longweave.plan.ranges import Span
+from longweave.plan.routing import Route, route
+
+__all__ = ["Layout", "Mask", "Route", "Slice", "Span", "route"]
