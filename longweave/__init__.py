@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from longweave import plan
 from longweave.errors import BackendError, GroupError, InputError, LongweaveError
 from longweave.plan import Layout, Mask, Slice, Span
 
@@ -35,6 +36,7 @@ __all__ = [
     "Mask",
     "Slice",
     "Span",
+    "plan",
     "reshard",
     "shard",
     "unchecked",
