@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from longweave import plan
 from longweave.errors import BackendError, GroupError, InputError, LongweaveError
-from longweave.plan import Layout, Mask, Slice, Span
+from longweave.plan import Layout, Mask, Plan, Slice, Span, make_plan
 
 if TYPE_CHECKING:
     from longweave.comm.agree import unchecked
+    from longweave.softmax.attention import attention
     from longweave.tokens import reshard, shard, unshard
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "attention": "longweave.softmax.attention",
     "reshard": "longweave.tokens",
     "shard": "longweave.tokens",
     "unchecked": "longweave.comm.agree",
@@ -34,8 +36,11 @@ __all__ = [
     "Layout",
     "LongweaveError",
     "Mask",
+    "Plan",
     "Slice",
     "Span",
+    "attention",
+    "make_plan",
     "plan",
     "reshard",
     "shard",

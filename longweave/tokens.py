@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from longweave.comm.exchange import all_gather_v, all_to_all_v, reduce_scatter_v
 from longweave.comm.groups import Comm, Group, resolve
 from longweave.errors import GroupError, InputError
 from longweave.plan.layout import Layout, SpanTable
-from longweave.plan.ranges import Ints
+from longweave.plan.ranges import Ints, expand
 from longweave.plan.routing import Route, route, run_index
 
 
@@ -30,7 +29,7 @@ def shard(x: Tensor, layout: Layout, group: Group = None, dim: int = 0) -> Tenso
     `layout.counts[rank]` entries there, in the order of the rank's spans. The gradient with respect to `x` is nonzero
     only at this rank's tokens: the part that this rank's loss causes.
     """
-    comm = _comm_for(layout, group)
+    comm = comm_for(layout, group)
     dim = _check_tokens(x, layout.total, dim, "the layout's total")
     return _Select.apply(x, dim, _index(layout.table, comm.rank, x.device))  # type: ignore[no-any-return, no-untyped-call]
 
@@ -42,7 +41,7 @@ def unshard(x_local: Tensor, layout: Layout, group: Group = None, dim: int = 0) 
     on to compute its own part of the loss. If instead every rank computes the *same* whole loss from the full tensor,
     the gradient comes out `world_size` times too large: divide that loss by the world size, or let one rank compute it.
     """
-    comm = _comm_for(layout, group)
+    comm = comm_for(layout, group)
     dim = _checked(x_local, [layout], layout.counts[comm.rank], dim, comm, "unshard")
     return _Unshard.apply(x_local, layout, dim, comm)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -55,7 +54,7 @@ def reshard(x_local: Tensor, src: Layout, dst: Layout, group: Group = None, dim:
 
         y_local = lw.reshard(x_local, lw.Layout.zigzag(cu, 8), lw.Layout.contiguous(total, 8), group)
     """
-    comm = _comm_for(src, group)
+    comm = comm_for(src, group)
     path = route(src, dst, comm.rank)
     dim = _checked(x_local, [src, dst], path.tokens_in, dim, comm, "reshard")
     if path.is_identity:
@@ -82,13 +81,12 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, x_local: Tensor, layout: Layout, dim: int, comm: Comm) -> Tensor:
         ctx.layout, ctx.dim, ctx.comm = layout, dim, comm
         by_rank = all_gather_v(x_local.movedim(dim, 0), layout.counts, comm).wait()
-        order = _rank_order(layout.table, x_local.device)
-        return torch.empty_like(by_rank).index_copy_(0, order, by_rank).movedim(0, dim)
+        return by_rank.index_select(0, token_order(layout.table, x_local.device)).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
-        by_rank = grad.movedim(ctx.dim, 0).index_select(0, _rank_order(ctx.layout.table, grad.device))
+        by_rank = grad.movedim(ctx.dim, 0).index_select(0, rank_order(ctx.layout.table, grad.device))
         mine = reduce_scatter_v(by_rank, ctx.layout.counts, ctx.comm).wait()
         return mine.movedim(0, ctx.dim), None, None, None
 
@@ -164,16 +162,21 @@ def _index(table: SpanTable, rank: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _rank_order(table: SpanTable, device: torch.device) -> Tensor:
-    """The global index of every token, rank after rank."""
-    layout = Layout(table)
-    return torch.from_numpy(np.concatenate([layout.indices(rank) for rank in range(table.world_size)])).to(device)
+def rank_order(table: SpanTable, device: torch.device) -> Tensor:
+    """The global index of every token, rank after rank: turns token order into rank order."""
+    return torch.from_numpy(expand(table.starts, table.stops)).to(device)
+
+
+@lru_cache(maxsize=64)
+def token_order(table: SpanTable, device: torch.device) -> Tensor:
+    """Where each token stands when the shards lie rank after rank: turns rank order into token order."""
+    return torch.argsort(rank_order(table, device))
 
 
 # -- the door ----------------------------------------------------------------------------------------
 
 
-def _comm_for(layout: Layout, group: Group) -> Comm:
+def comm_for(layout: Layout, group: Group) -> Comm:
     comm = resolve(group)
     if comm.size != layout.world_size:
         raise GroupError(

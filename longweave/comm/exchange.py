@@ -110,6 +110,12 @@ def reduce_scatter_v(x: Tensor, counts: Sequence[int], comm: Comm) -> Pending[Te
     return Pending((), finish, (own,))
 
 
+def shift(x: Tensor, into: Tensor, to: int, source: int, comm: Comm) -> Pending[Tensor]:
+    """Send `x` to group rank `to` while `into` fills from group rank `source`: one step of a ring."""
+    works = send_receive([(to, x)] if x.numel() else [], [(source, into)] if into.numel() else [], comm)
+    return Pending(works, lambda: into, (x, into))
+
+
 def send_receive(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], comm: Comm
 ) -> list[dist.Work]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from longweave.errors import GroupError, InputError
@@ -56,3 +57,17 @@ def resolve(group: Group) -> Comm:
     if rank < 0:
         raise GroupError("this process is not a member of the group; call only on the group's own ranks")
     return Comm(group, rank, dist.get_world_size(group))
+
+
+def name_of(group: Group) -> str:
+    """A string that stands for the group in operators that can be handed strings only; "" is a single process."""
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    return group.group_name if isinstance(group, dist.ProcessGroup) else str(resolve(group).group or "")
+
+
+def named(name: str) -> Comm:
+    """The group that `name_of` named."""
+    return resolve(_resolve_process_group(name) if name else None)  # type: ignore[arg-type]

@@ -4,5 +4,6 @@ from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask, Slice
 from longweave.plan.ranges import Span
 from longweave.plan.routing import Route, route
+from longweave.plan.schedule import Plan, make_plan
 
-__all__ = ["Layout", "Mask", "Route", "Slice", "Span", "route"]
+__all__ = ["Layout", "Mask", "Plan", "Route", "Slice", "Span", "make_plan", "route"]

@@ -68,9 +68,14 @@ class SpanTable:
         raise InputError(f"token {end} is held by no rank; every token must lie in exactly one span")
 
     @cached_property
+    def token_order(self) -> Ints:
+        """The rows sorted by token."""
+        return frozen(np.argsort(self.starts, kind="stable"))
+
+    @cached_property
     def sorted(self) -> tuple[Ints, Ints, Ints]:
         """(starts, stops, ranks) in token order."""
-        order = np.argsort(self.starts, kind="stable")
+        order = self.token_order
         return self.starts[order], self.stops[order], self.ranks[order]
 
     @cached_property
@@ -238,6 +243,15 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"<Layout of {self.total} tokens on {self.world_size} ranks, {len(self.table.starts)} spans>"
+
+
+@lru_cache(maxsize=64)
+def join_ranks(table: SpanTable, size: int) -> SpanTable:
+    """The same tokens on fewer, larger ranks: every `size` neighbours become one, with its tokens in token order."""
+    starts, stops, ranks = table.sorted
+    blocks = ranks // size
+    order = np.argsort(blocks, kind="stable")
+    return SpanTable(table.total, table.world_size // size, starts[order], stops[order], blocks[order])
 
 
 @lru_cache(maxsize=256)
