@@ -1,0 +1,1 @@
+"""Softmax attention across ranks: ways to bring K/V to Q."""

@@ -1,0 +1,142 @@
+"""Collectives on tensors whose first dimension is tokens: every message has exactly the tokens that are needed.
+
+Each call starts at once and returns a `Pending`; its buffers stay alive and untouched until `wait()`. Tensors travel as
+bytes, so every dtype does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longweave.comm.groups import Comm
+
+T = TypeVar("T")
+
+# One collective under two names: torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pending(Generic[T]):
+    """A result on its way. `wait()` returns it, the first time after the communication is complete."""
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], T], buffers: Sequence[Tensor] = ()) -> None:
+        self._works: Sequence[dist.Work] = works
+        self._finish: Callable[[], T] | None = finish
+        self._buffers: Sequence[Tensor] = buffers  # what is being sent must not be freed or reused before wait()
+        self._result: T
+
+    def wait(self) -> T:
+        if self._finish is not None:
+            for work in self._works:
+                work.wait()
+            self._result = self._finish()
+            self._finish, self._works, self._buffers = None, (), ()
+        return self._result
+
+
+def done(result: T) -> Pending[T]:
+    """A result that is already here."""
+    return Pending((), lambda: result)
+
+
+def all_to_all_v(x: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], comm: Comm) -> Pending[Tensor]:
+    """Send the first send_splits[0] tokens to rank 0, the next to rank 1, …; receive likewise, in rank order.
+
+    Every rank of the group must call it, also with nothing to send.
+    """
+    x = x.contiguous()
+    received = x.new_empty((sum(recv_splits), *x.shape[1:]))
+    if comm.group is None:
+        received.copy_(x)
+        return done(received)
+    work = dist.all_to_all_single(
+        _bytes(received), _bytes(x), list(recv_splits), list(send_splits), group=comm.group, async_op=True
+    )
+    return Pending((work,), lambda: received, (x, received))
+
+
+def all_gather_v(x: Tensor, counts: Sequence[int], comm: Comm) -> Pending[Tensor]:
+    """The tokens of all ranks, in rank order. `counts[r]` is the number of tokens that rank r has."""
+    x = x.contiguous()
+    if comm.group is None or comm.size == 1:
+        return done(x.clone())
+    gathered = x.new_empty((sum(counts), *x.shape[1:]))
+    if min(counts) == max(counts):
+        if not gathered.numel():
+            return done(gathered)
+        work = _all_gather(_bytes(gathered), _bytes(x), group=comm.group, async_op=True)
+        return Pending((work,), lambda: gathered, (x, gathered))
+    # Uneven: each rank sends its tokens to every other, straight into place.
+    slots = torch.split(gathered, list(counts))
+    slots[comm.rank].copy_(x)
+    works = send_receive(
+        [(peer, x) for peer in _others(comm) if counts[comm.rank]],
+        [(peer, slots[peer]) for peer in _others(comm) if counts[peer]],
+        comm,
+    )
+    return Pending(works, lambda: gathered, (x, gathered))
+
+
+def reduce_scatter_v(x: Tensor, counts: Sequence[int], comm: Comm) -> Pending[Tensor]:
+    """`x` has tokens for every rank, in rank order; returns the SUM over ranks of the tokens for this one.
+
+    Adds in float32 (float64 for float64) in rank order: the same bits every run, whatever the dtype that travels.
+    """
+    mine = counts[comm.rank]
+    sum_dtype = accumulation_dtype(x.dtype)
+    starts = [0, *accumulate(counts)]
+    own = x[starts[comm.rank] : starts[comm.rank + 1]]
+    if comm.group is None or comm.size == 1:
+        return done(own.clone())
+    recv_splits = [0 if peer == comm.rank else mine for peer in range(comm.size)]
+    send_splits = [0 if peer == comm.rank else n for peer, n in enumerate(counts)]
+    outgoing = torch.cat([x[: starts[comm.rank]], x[starts[comm.rank + 1] :]])
+    pending = all_to_all_v(outgoing, send_splits, recv_splits, comm)
+
+    def finish() -> Tensor:
+        parts = list(pending.wait().view(comm.size - 1, mine, *x.shape[1:]).unbind())
+        parts.insert(comm.rank, own)
+        total = parts[0].to(sum_dtype, copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    return Pending((), finish, (own,))
+
+
+def shift(x: Tensor, into: Tensor, to: int, source: int, comm: Comm) -> Pending[Tensor]:
+    """Send `x` to group rank `to` while `into` fills from group rank `source`: one step of a ring."""
+    works = send_receive([(to, x)] if x.numel() else [], [(source, into)] if into.numel() else [], comm)
+    return Pending(works, lambda: into, (x, into))
+
+
+def send_receive(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], comm: Comm
+) -> list[dist.Work]:
+    """Post point-to-point messages to and from group ranks; contiguous tensors, received in place."""
+    ops = [dist.P2POp(dist.isend, _bytes(x), group=comm.group, group_peer=peer) for peer, x in sends]
+    ops += [dist.P2POp(dist.irecv, _bytes(x), group=comm.group, group_peer=peer) for peer, x in receives]
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are summed across ranks."""
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return torch.float32
+    return dtype
+
+
+def _others(comm: Comm) -> list[int]:
+    """All other ranks, the next one first: not every rank then starts with rank 0."""
+    return [(comm.rank + step) % comm.size for step in range(1, comm.size)]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The same memory as a (tokens, bytes) tensor. Needs a contiguous tensor."""
+    return x.view(x.shape[0], -1).view(torch.uint8) if x.numel() else x.new_empty((x.shape[0], 0), dtype=torch.uint8)

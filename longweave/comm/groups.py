@@ -1,0 +1,73 @@
+"""Who we talk to: one small object for a process group, a mesh dimension, or a single process without any group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+
+from longweave.errors import GroupError, InputError
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class Comm:
+    """A process group seen from this rank. `rank` counts inside the group; torch calls it the group rank."""
+
+    group: dist.ProcessGroup | None  # None: one process, torch.distributed not initialised
+    rank: int
+    size: int
+
+    def global_rank(self, group_rank: int) -> int:
+        """The rank in the default group: what torch's point-to-point calls want."""
+        assert self.group is not None
+        return dist.get_global_rank(self.group, group_rank)
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where small control tensors must live to be sent over this group."""
+        if self.group is None:
+            return torch.device("cpu")
+        kinds = {device.type for device in self.group._device_types}
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+
+
+def resolve(group: Group) -> Comm:
+    """A Comm for a ProcessGroup, a 1-D DeviceMesh, or None (the default group; one rank if there is none)."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InputError(
+                f"group is a DeviceMesh with dimensions {group.mesh_dim_names or group.ndim}; "
+                'give the one that splits the sequence, such as mesh["cp"]'
+            )
+        group = group.get_group()
+    if group is None:
+        if not dist.is_available() or not dist.is_initialized():
+            return Comm(None, 0, 1)
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError(f"group is a {type(group).__name__}; give a ProcessGroup, a 1-D DeviceMesh or None")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise GroupError("this process is not a member of the group; call only on the group's own ranks")
+    return Comm(group, rank, dist.get_world_size(group))
+
+
+def name_of(group: Group) -> str:
+    """A string that stands for the group in operators that can be handed strings only; "" is a single process."""
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    return group.group_name if isinstance(group, dist.ProcessGroup) else str(resolve(group).group or "")
+
+
+def named(name: str) -> Comm:
+    """The group that `name_of` named."""
+    return resolve(_resolve_process_group(name) if name else None)  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+"""One door to every attention kernel: `attend` and `attend_backward`, and the accumulating forms that strategies use.
+
+Tensors are head-first: q (H, Tq, D), k (Hk, Tk, D), v (Hk, Tk, Dv), H a multiple of Hk. K/V heads are never repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longweave.errors import BackendError, InputError
+from longweave.kernels import cpu_flash, cuda_flash, flex, reference
+from longweave.kernels.dtypes import accumulation_dtype
+from longweave.kernels.merge import Partial
+from longweave.kernels.tasks import Tasks
+
+log = logging.getLogger("longweave.kernels")
+
+BACKENDS = ("cpu_flash", "flash_attn", "aten_flash", "flex", "reference")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A backend with its options fixed.
+
+    `runs` is for head counts that do not divide: (q start, q stop, k start, k stop) ranges of heads, in each of which
+    every K/V head serves the same number of query heads. None: that holds for all heads together.
+    """
+
+    backend: str
+    scale: float
+    softcap: float | None = None
+    runs: tuple[tuple[int, int, int, int], ...] | None = None
+
+    def forward(self, into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, fresh: bool = False) -> None:
+        """Add to `into` what q sees in k, v. `fresh`: `into` has seen nothing yet."""
+        if not len(tasks):
+            return
+        for a, b, c, d in self._runs(q, k):
+            part = Partial(into.out[a:b], into.lse[a:b])
+            self._forward(part, q[a:b], k[c:d], v[c:d], tasks, fresh)
+
+    def backward(
+        self,
+        into: tuple[Tensor, Tensor, Tensor],
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tasks: Tasks,
+    ) -> None:
+        """Add to `into` = (dq, dk, dv) what these tasks contribute; `out` and `lse` are the merged ones."""
+        if not len(tasks):
+            return
+        dq, dk, dv = into
+        for a, b, c, d in self._runs(q, k):
+            part = (dq[a:b], dk[c:d], dv[c:d])
+            self._backward(part, grad_out[a:b], q[a:b], k[c:d], v[c:d], out[a:b], lse[a:b], tasks)
+
+    def _runs(self, q: Tensor, k: Tensor) -> tuple[tuple[int, int, int, int], ...]:
+        return ((0, q.shape[0], 0, k.shape[0]),) if self.runs is None else self.runs
+
+    def _forward(self, into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, fresh: bool) -> None:
+        if self.backend == "cpu_flash":
+            cpu_flash.forward(into, q, k, v, tasks, self.scale, fresh)
+        elif self.backend == "reference":
+            reference.forward(into, q, k, v, tasks, self.scale, self.softcap)
+        elif self.backend == "flex":
+            flex.forward(into, q, k, v, tasks, self.scale, self.softcap)
+        else:
+            cuda_flash.forward(into, q, k, v, tasks, self.scale, self.softcap, self.backend)
+
+    def _backward(
+        self,
+        into: tuple[Tensor, Tensor, Tensor],
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tasks: Tasks,
+    ) -> None:
+        args = (into, grad_out, q, k, v, out, lse, tasks, self.scale)
+        if self.backend == "cpu_flash":
+            cpu_flash.backward(*args)
+        elif self.backend == "reference":
+            reference.backward(*args, self.softcap)
+        elif self.backend == "flex":
+            flex.backward(*args, self.softcap)
+        else:
+            cuda_flash.backward(*args, self.softcap, self.backend)
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, backend: str = "auto") -> Kernel:
+    """The named backend, or the first that can serve. Raises `BackendError` if the named one cannot."""
+    reasons: dict[str, Callable[[], str | None]] = {
+        "cpu_flash": lambda: cpu_flash.why_not(q, k, v, softcap),
+        "flash_attn": lambda: cuda_flash.why_not_flash_attn(q, k, v),
+        "aten_flash": lambda: cuda_flash.why_not_aten(q, k, v, softcap),
+        "flex": lambda: flex.why_not(q, k, v),
+        "reference": lambda: None,
+    }
+    if backend == "auto":
+        backend = next(name for name in BACKENDS if reasons[name]() is None)
+    elif backend not in reasons:
+        raise InputError(f"backend is {backend!r}; choose one of auto, {', '.join(BACKENDS)}")
+    elif reason := reasons[backend]():
+        raise BackendError(f"backend {backend!r} cannot serve this call: {reason}; choose another or 'auto'")
+    log.debug("attention backend %s for %s on %s, q %s", backend, q.dtype, q.device, tuple(q.shape))
+    return Kernel(backend, scale, softcap)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tasks: Tasks,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention of q over k, v on one rank: out (H, Tq, Dv) and lse (H, Tq), both float32 (float64 for float64)."""
+    kernel = choose(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, softcap, backend)
+    result = Partial.empty(q, v.shape[-1])
+    kernel.forward(result, q, k, v, tasks, fresh=True)
+    if sinks is not None:
+        result.add_sinks(sinks)
+    return result.out, result.lse
+
+
+def attend_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tasks: Tasks,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in float32 (float64 for float64)."""
+    kernel = choose(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, softcap, backend)
+    grads = zeros_like_sum(q), zeros_like_sum(k), zeros_like_sum(v)
+    kernel.backward(grads, grad_out, q, k, v, out, lse, tasks)
+    return grads
+
+
+def zeros_like_sum(x: Tensor) -> Tensor:
+    """A contiguous zero tensor of the shape of x, in the dtype in which its gradient is summed."""
+    return torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device)

@@ -1,0 +1,174 @@
+"""PyTorch's flash attention kernel for CPUs.
+
+It computes rectangles at matmul speed, and causal triangles (top-left aligned) more slowly the smaller they are. So a
+task becomes calls of three kinds:
+
+    full      ■ ■ ■ ■     causal    ■ · · ·     band     ■ ■ · · · ·     strips of a few rows, each over
+              ■ ■ ■ ■               ■ ■ · ·              ■ ■ ■ · · ·     the keys it can see, with a
+              ■ ■ ■ ■               ■ ■ ■ ·              · · ■ ■ · ·     small additive mask at the edges
+                                                         · · ■ ■ ■ ·
+
+Sliding windows always go by strips, and so do causal tasks of middle size, where strips beat the kernel's own causal
+mode. The backward kernel takes the merged out and lse.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longweave.kernels.merge import Partial
+from longweave.kernels.tasks import NO_LIMIT, Tasks, alone
+
+STRIP = 128  # rows of a strip
+STRIPS_FROM, STRIPS_TO = 384, 2048  # causal tasks with that many rows go by strips
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class Call(NamedTuple):
+    """One kernel call. `alone`: no other call of the list touches these queries."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool
+    band: tuple[int, int] | None  # limits on (key - k0) - (query - q0), if neither full nor causal
+    alone: bool = False
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None:
+    """The reason why this backend cannot serve, or None."""
+    if q.device.type != "cpu":
+        return f"tensors are on {q.device.type}"
+    if softcap is not None:
+        return "it has no softcap"
+    return None
+
+
+def forward(into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float, fresh: bool) -> None:
+    """Add to `into` what q (H, Tq, D) sees in k (Hk, Tk, D), v (Hk, Tk, Dv). `fresh`: `into` has seen nothing yet."""
+    v_dim = v.shape[-1]
+    q, k, v = (x[None] for x in _one_dim(_fast(q), _fast(k), _fast(v)))
+    for call in tasks.compiled(compile_calls):
+        rows, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
+        mask = _mask(call, q.dtype)
+        out, lse = _forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, call.causal, attn_mask=mask, scale=scale)
+        put = into.write if fresh and call.alone else into.add
+        put(call.q0, call.q1, out[0, ..., :v_dim], lse[0])
+
+
+def backward(
+    into: tuple[Tensor, Tensor, Tensor],
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tasks: Tasks,
+    scale: float,
+) -> None:
+    """Add to `into` = (dq, dk, dv), in float32, what these tasks contribute. `out` and `lse` are the merged ones."""
+    dq, dk, dv = into
+    v_dim = v.shape[-1]
+    # The half-precision backward kernels are many times slower than float32 and round every block.
+    tensors = [x.float() if x.dtype.itemsize < 4 else x for x in (q, k, v, grad_out, out)]
+    q, k, v, grad_out, out = (x[None] for x in _one_dim(*(x.to(tensors[0].dtype) for x in tensors)))
+    lse = lse[None]
+    for call in tasks.compiled(compile_calls):
+        rows, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
+        grads = _backward(
+            grad_out[:, :, rows],
+            q[:, :, rows],
+            k[:, :, keys],
+            v[:, :, keys],
+            out[:, :, rows],
+            lse[:, :, rows],
+            0.0,
+            call.causal,
+            attn_mask=_mask(call, q.dtype),
+            scale=scale,
+        )
+        dq[:, rows] += grads[0][0, ..., : dq.shape[-1]]
+        dk[:, keys] += grads[1][0, ..., : dk.shape[-1]]
+        dv[:, keys] += grads[2][0, ..., :v_dim]
+
+
+def compile_calls(rows: npt.NDArray[np.int64]) -> tuple[Call, ...]:
+    """The kernel calls for some tasks."""
+    calls = [call for row in rows.tolist() for call in _calls(*row)]
+    if not calls:
+        return ()
+    free = alone(np.array([c.q0 for c in calls]), np.array([c.q1 for c in calls]))
+    return tuple(call._replace(alone=bool(only)) for call, only in zip(calls, free, strict=True))
+
+
+def _calls(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[Call]:
+    below, above = lo <= -NO_LIMIT, hi >= NO_LIMIT
+    if below and above:
+        return [Call(q0, q1, k0, k1, False, None)]
+    if not below:
+        return _strips(q0, q1, k0, k1, lo, hi)
+    # Row i sees `seen + i` keys: the first `seen - 1` make a rectangle, the rest a top-left aligned triangle.
+    seen = q0 + hi + 1 - k0
+    diagonal = k0 + seen - 1
+    if STRIPS_FROM <= min(q1 - q0, k1 - diagonal) <= STRIPS_TO:
+        if seen - 1 <= STRIPS_TO:
+            return _strips(q0, q1, k0, k1, lo, hi)
+        return [Call(q0, q1, k0, diagonal, False, None), *_strips(q0, q1, diagonal, k1, lo, hi)]
+    triangle = Call(q0, q1, diagonal, k1, True, None)
+    return [Call(q0, q1, k0, diagonal, False, None), triangle] if seen > 1 else [triangle]
+
+
+def _strips(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[Call]:
+    calls: list[Call] = []
+    for a in range(q0, q1, STRIP):
+        b = min(a + STRIP, q1)
+        first, last = max(k0, a + lo), min(k1, b + hi)
+        # Limits that cut nothing off this strip would only make a mask of zeros.
+        low = lo + a - first if b - 1 + lo > first else -NO_LIMIT
+        high = hi + a - first if a + hi < last - 1 else NO_LIMIT
+        band = None if low <= -NO_LIMIT and high >= NO_LIMIT else (low, high)
+        calls.append(Call(a, b, first, last, False, band))
+    return calls
+
+
+def _mask(call: Call, dtype: torch.dtype) -> Tensor | None:
+    """The additive mask of a band call: a window into one large mask, which serves calls of all sizes."""
+    if call.band is None:
+        return None
+    low, high = call.band
+    queries, keys = call.q1 - call.q0, call.k1 - call.k0
+    if high >= NO_LIMIT:  # only the lower edge cuts: let the upper one lie beyond the last key
+        high = keys
+    width = high - low if low > -NO_LIMIT else NO_LIMIT
+    # In the large mask the upper edge of row 0 stands at column `edge`; shift so that it falls on `high`.
+    edge = 1 << max(high, 1).bit_length()
+    columns = max(edge - high + keys, edge + STRIP)
+    return _edges(edge, 1 << columns.bit_length(), width, dtype)[:queries, edge - high : edge - high + keys][None, None]
+
+
+@lru_cache(maxsize=32)
+def _edges(edge: int, columns: int, width: int, dtype: torch.dtype) -> Tensor:
+    distance = torch.arange(columns)[None, :] - torch.arange(STRIP)[:, None]
+    hidden = (distance > edge) | (distance < edge - width)
+    return torch.zeros(STRIP, columns, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+def _fast(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def _one_dim(q: Tensor, k: Tensor, *values: Tensor) -> list[Tensor]:
+    """The kernel wants one head dim for q, k and v: fill the smaller ones with zeros, which change nothing."""
+    dim = max(q.shape[-1], values[0].shape[-1])
+    return [x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])) for x in (q, k, *values)]

@@ -1,0 +1,139 @@
+"""FlexAttention on CUDA, with a block mask made from the tasks.
+
+A query row carries the list of key intervals that it may see; the mask function looks them up. FlexAttention's own
+backward knows nothing of other partials, so the backward here recomputes the block's (out, lse) with autograd and feeds
+it the gradients that the merge implies:
+
+    w = e^(lse_block − lse)     d out_block = w · dO     d lse_block = w · (⟨dO, out_block⟩ − ⟨dO, out⟩)
+
+No GPU has run this yet: the mask is tested, and the backward formula with a stand-in for the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longweave.kernels.merge import Partial
+from longweave.kernels.tasks import NO_LIMIT, Tasks
+
+Rows = npt.NDArray[np.int64]
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if q.device.type != "cuda":
+        return f"tensors are on {q.device.type}"
+    if q.dtype == torch.float64:
+        return "it has no float64"
+    return None
+
+
+def compile_intervals(rows: Rows) -> tuple[int, npt.NDArray[np.int64]]:
+    """(number of queries, intervals): intervals[n, q] = (first key, last key) of the n-th task that has query q."""
+    queries = int(rows[:, 1].max())
+    depth = np.zeros(queries, dtype=np.int64)
+    layers: list[npt.NDArray[np.int64]] = []
+    for q0, q1, k0, k1, lo, hi in rows.tolist():
+        level = int(depth[q0:q1].max())
+        if level == len(layers):
+            layers.append(np.tile(np.array([1, 0]), (queries, 1)))  # an empty interval
+        q = np.arange(q0, q1)
+        layers[level][q0:q1, 0] = np.maximum(k0, q + lo) if lo > -NO_LIMIT else k0
+        layers[level][q0:q1, 1] = np.minimum(k1 - 1, q + hi) if hi < NO_LIMIT else k1 - 1
+        depth[q0:q1] = level + 1
+    return queries, np.stack(layers)
+
+
+def mask_function(intervals: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's mask_mod for intervals (layers, queries, 2)."""
+
+    def allowed(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = (k >= intervals[0, q, 0]) & (k <= intervals[0, q, 1])
+        for layer in range(1, intervals.shape[0]):
+            seen = seen | ((k >= intervals[layer, q, 0]) & (k <= intervals[layer, q, 1]))
+        return seen
+
+    return allowed
+
+
+def forward(into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float, softcap: float | None) -> None:
+    queries, _ = tasks.compiled(compile_intervals)
+    out, lse = flex_call(q[:, :queries], k, v, tasks, scale, softcap)
+    into.add_some(0, queries, out, lse)
+
+
+def backward(
+    into: tuple[Tensor, Tensor, Tensor],
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tasks: Tasks,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    queries, _ = tasks.compiled(compile_intervals)
+    inputs = q[:, :queries].detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
+    with torch.enable_grad():
+        block_out, block_lse = flex_call(*inputs, tasks, scale, softcap)
+    grad, merged = grad_out[:, :queries].to(lse.dtype), out[:, :queries].to(lse.dtype)
+    weight = torch.exp(block_lse.detach().to(lse.dtype) - lse[:, :queries])
+    grad_block_out = weight[..., None] * grad
+    own = (grad * block_out.detach().to(lse.dtype)).sum(-1)
+    grad_block_lse = weight * (own - (grad * merged).sum(-1))
+    grads = torch.autograd.grad(
+        (block_out, block_lse), inputs, (grad_block_out.to(block_out.dtype), grad_block_lse.to(block_lse.dtype))
+    )
+    into[0][:, :queries] += grads[0]
+    into[1].add_(grads[1])
+    into[2].add_(grads[2])
+
+
+def flex_call(
+    q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """out (H, Tq, Dv) and natural-log lse (H, Tq) of one FlexAttention call."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def cap(score: Tensor, *_: Any) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    block_mask = tasks.compiled(_block_mask_on(q.device, k.shape[1]))
+    compiled: Any = torch.compile(flex_attention, dynamic=True)
+    out, aux = compiled(
+        q[None],
+        k[None],
+        v[None],
+        score_mod=None if softcap is None else cap,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[0] != k.shape[0],
+        return_aux=AuxRequest(lse=True),
+    )
+    return out[0], aux.lse[0]
+
+
+class _block_mask_on:  # noqa: N801 - used as a function; equal arguments must find the cached mask
+    def __init__(self, device: torch.device, keys: int) -> None:
+        self.device, self.keys = device, keys
+
+    def __call__(self, rows: Rows) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        queries, intervals = compile_intervals(rows)
+        table = torch.from_numpy(intervals).to(self.device)
+        return create_block_mask(mask_function(table), None, None, queries, self.keys, device=self.device)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _block_mask_on) and (self.device, self.keys) == (other.device, other.keys)
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.keys))

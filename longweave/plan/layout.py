@@ -1,0 +1,310 @@
+"""Who holds which token: for each rank an ordered list of spans of the packed sequence.
+
+    documents        ├───────── A ─────────┤├─── B ───┤├ C ┤
+
+    contiguous, 2    0 0 0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 1 1 1 1
+    zigzag, 2        0 0 0 1 1 1 1 1 1 0 0 0  0 0 1 1 1 1 0  0 1 1 0
+
+A rank's local tensor holds the tokens of its spans in the order of its spans. Counts may differ between ranks and may
+be 0. Nothing is padded. Everything else (shards, positions, masks of a rank, routes) is derived from these spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
+
+from longweave.errors import InputError
+from longweave.plan.ranges import (
+    Ints,
+    Span,
+    as_cu_seqlens,
+    check_total,
+    check_world_size,
+    cu_key,
+    expand,
+    frozen,
+    join_touching,
+    ramp,
+)
+
+
+class SpanTable:
+    """The heavy, immutable part of a layout, shared by all equal layouts that a constructor makes.
+
+    Row i is the span `starts[i] … stops[i]`; rank r owns the rows `offsets[r] … offsets[r + 1]`.
+    """
+
+    def __init__(self, total: int, world_size: int, starts: Ints, stops: Ints, ranks: Ints) -> None:
+        starts, stops, ranks = join_touching(starts, stops, ranks)
+        self.total, self.world_size = total, world_size
+        self.starts, self.stops, self.ranks = frozen(starts), frozen(stops), frozen(ranks)
+        self.offsets = frozen(np.searchsorted(ranks, np.arange(world_size + 1)))
+        self._check_cover()
+
+    def _check_cover(self) -> None:
+        starts, stops, ranks = self.sorted
+        ends = np.append(0, stops)
+        wrong = np.flatnonzero(np.append(starts, self.total) != ends)
+        if not len(wrong):
+            return
+        i = int(wrong[0])
+        end = int(ends[i])
+        if i < len(starts) and starts[i] < 0:
+            raise InputError(f"rank {ranks[i]} has a span that starts at {starts[i]}; tokens count from 0")
+        if i == len(starts) and end > self.total:
+            raise InputError(f"a span ends at {end} but there are {self.total} tokens; correct the span or the total")
+        if i < len(starts) and starts[i] < end:
+            raise InputError(
+                f"token {starts[i]} is held twice, by ranks {ranks[i - 1]} and {ranks[i]}; "
+                "every token must lie in exactly one span"
+            )
+        raise InputError(f"token {end} is held by no rank; every token must lie in exactly one span")
+
+    @cached_property
+    def token_order(self) -> Ints:
+        """The rows sorted by token."""
+        return frozen(np.argsort(self.starts, kind="stable"))
+
+    @cached_property
+    def sorted(self) -> tuple[Ints, Ints, Ints]:
+        """(starts, stops, ranks) in token order."""
+        order = self.token_order
+        return self.starts[order], self.stops[order], self.ranks[order]
+
+    @cached_property
+    def local_starts(self) -> Ints:
+        """Where each span begins in the local tensor of its rank."""
+        lengths = self.stops - self.starts
+        before = np.append(0, np.cumsum(lengths))
+        return frozen(before[:-1] - before[self.offsets[self.ranks]])
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        before = np.append(0, np.cumsum(self.stops - self.starts))
+        return tuple(np.diff(before[self.offsets]).tolist())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = blake2b(b"layout", digest_size=16)
+        for part in (np.array([self.total, self.world_size]), self.offsets, self.starts, self.stops):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
+
+    def rows_of(self, rank: int) -> slice:
+        return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, SpanTable) and self.fingerprint == other.fingerprint)
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+
+class Layout:
+    """An immutable division of `total` packed tokens over `world_size` ranks. Make one with the constructors below.
+
+    >>> layout = Layout.zigzag([0, 12, 18, 22], world_size=2)
+    >>> layout.spans
+    (((0, 3), (9, 14), (17, 19), (21, 22)), ((3, 9), (14, 17), (19, 21)))
+
+    Equal layouts hash alike and have the same `fingerprint`; they share one table, so making the same layout again is
+    cheap. The object itself only adds `agreed_on`: the process groups whose ranks were all seen to hold this layout
+    (see `longweave.comm.agree`).
+    """
+
+    __slots__ = ("__weakref__", "agreed_on", "table")
+
+    def __init__(self, table: SpanTable) -> None:
+        self.table = table
+        self.agreed_on: WeakSet[Any] = WeakSet()
+
+    # -- constructors ------------------------------------------------------------------------------
+
+    @classmethod
+    def contiguous(cls, total: int, world_size: int) -> Layout:
+        """Rank r holds the r-th of `world_size` runs whose lengths differ by at most one token."""
+        return cls(_contiguous(check_total(total), check_world_size(world_size)))
+
+    @classmethod
+    def zigzag(cls, cu_seqlens: object, world_size: int) -> Layout:
+        """Every document in 2·P pieces, piece i and piece 2P-1-i to rank i: equal causal work for all ranks.
+
+        Pieces of a document differ by at most one token. The odd tokens are dealt in turns, so rank totals differ by
+        at most one token as well, also over thousands of documents that are shorter than 2·P.
+        """
+        return cls(_zigzag(cu_key(cu_seqlens), check_world_size(world_size)))
+
+    @classmethod
+    def from_spans(cls, total: int, spans: Sequence[Iterable[tuple[int, int]]]) -> Layout:
+        """`spans[rank]` lists the `(start, stop)` spans of that rank, in the order of its local tokens."""
+        total = check_total(total)
+        world_size = check_world_size(len(spans))
+        flat: list[tuple[int, int, int]] = []
+        for rank, own in enumerate(spans):
+            for span in own:
+                try:
+                    start, stop = (int(n) for n in span)
+                except (TypeError, ValueError) as error:
+                    raise InputError(f"rank {rank} has the span {span!r}; give (start, stop)") from error
+                if start > stop:
+                    raise InputError(f"rank {rank} has the span ({start}, {stop}), which ends before it starts")
+                flat.append((start, stop, rank))
+        rows = np.array(flat, dtype=np.int64).reshape(-1, 3)
+        return cls(SpanTable(total, world_size, rows[:, 0], rows[:, 1], rows[:, 2]))
+
+    # -- what it says ------------------------------------------------------------------------------
+
+    @property
+    def total(self) -> int:
+        return self.table.total
+
+    @property
+    def world_size(self) -> int:
+        return self.table.world_size
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of tokens of each rank."""
+        return self.table.counts
+
+    @property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank its spans, in the order of its local tokens."""
+        return tuple(self.spans_of(rank) for rank in range(self.world_size))
+
+    def spans_of(self, rank: int) -> tuple[Span, ...]:
+        starts, stops = self.span_arrays(rank)
+        return tuple(map(Span, starts.tolist(), stops.tolist()))
+
+    def span_arrays(self, rank: int) -> tuple[Ints, Ints]:
+        """The starts and stops of the spans of one rank."""
+        self._check_rank(rank)
+        rows = self.table.rows_of(rank)
+        return self.table.starts[rows], self.table.stops[rows]
+
+    def indices(self, rank: int) -> Ints:
+        """The global index of each local token of a rank."""
+        return expand(*self.span_arrays(rank))
+
+    def positions(self, rank: int, cu_seqlens: object, offsets: object = None) -> Ints:
+        """The position of each local token inside its own document: the only right source of RoPE positions.
+
+        `offsets`, one int per document, is added where a document does not begin at position 0, such as the branches
+        of `Mask.shared_prefix`, which begin at `prefix_len`.
+        """
+        cu = as_cu_seqlens(cu_seqlens)
+        if int(cu[-1]) != self.total:
+            raise InputError(f"cu_seqlens ends at {cu[-1]} but the layout has {self.total} tokens; use the same pack")
+        tokens = self.indices(rank)
+        document = np.searchsorted(cu, tokens, side="right") - 1
+        begin = cu[:-1]
+        if offsets is not None:
+            extra = np.asarray(offsets, dtype=np.int64)
+            if extra.shape != begin.shape:
+                raise InputError(f"offsets has shape {extra.shape} for {len(begin)} documents; give one int each")
+            begin = begin - extra
+        return tokens - begin[document] if len(tokens) else tokens
+
+    def owner(self, token: int | npt.ArrayLike) -> int | Ints:
+        """The rank that holds a token (or an array of tokens)."""
+        tokens = np.asarray(token)
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.total):
+            bad = tokens[(tokens < 0) | (tokens >= self.total)].flat[0] if tokens.ndim else tokens
+            raise InputError(f"token {bad} does not exist; the layout has tokens 0 to {self.total - 1}")
+        starts, _, ranks = self.table.sorted
+        found: Ints = ranks[np.searchsorted(starts, tokens, side="right") - 1]
+        return found if tokens.ndim else int(found)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise InputError(f"rank {rank} does not exist; the layout has ranks 0 to {self.world_size - 1}")
+
+    # -- identity ----------------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        return self.table.fingerprint
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.table == other.table
+
+    def __hash__(self) -> int:
+        return hash(self.table)
+
+    def __reduce__(self) -> tuple[type[Layout], tuple[SpanTable]]:
+        return Layout, (self.table,)
+
+    def __repr__(self) -> str:
+        return f"<Layout of {self.total} tokens on {self.world_size} ranks, {len(self.table.starts)} spans>"
+
+
+@lru_cache(maxsize=64)
+def join_ranks(table: SpanTable, size: int) -> SpanTable:
+    """The same tokens on fewer, larger ranks: every `size` neighbours become one, with its tokens in token order."""
+    starts, stops, ranks = table.sorted
+    blocks = ranks // size
+    order = np.argsort(blocks, kind="stable")
+    return SpanTable(table.total, table.world_size // size, starts[order], stops[order], blocks[order])
+
+
+@lru_cache(maxsize=256)
+def _contiguous(total: int, world_size: int) -> SpanTable:
+    cuts = np.arange(world_size + 1, dtype=np.int64) * total // world_size
+    return SpanTable(total, world_size, cuts[:-1], cuts[1:], np.arange(world_size))
+
+
+@lru_cache(maxsize=64)
+def _zigzag(key: tuple[int, ...] | bytes, world_size: int) -> SpanTable:
+    cu = as_cu_seqlens(key)
+    lengths = np.diff(cu)
+    pieces = 2 * world_size
+    sizes = (lengths // pieces)[:, None] + _odd_tokens(lengths, world_size)
+    stops = cu[:-1, None] + np.cumsum(sizes, axis=1)
+    starts = stops - sizes
+    piece = np.arange(pieces)
+    ranks = np.broadcast_to(np.minimum(piece, pieces - 1 - piece), sizes.shape)
+    # Group by rank, keep token order inside a rank. A small integer type makes the stable sort a radix sort.
+    full = np.flatnonzero(sizes)
+    ranks = ranks.reshape(-1)[full]
+    order = np.argsort(ranks.astype(np.uint16 if world_size < 1 << 16 else np.int64), kind="stable")
+    rows = full[order]
+    return SpanTable(int(cu[-1]), world_size, starts.reshape(-1)[rows], stops.reshape(-1)[rows], ranks[order])
+
+
+def _odd_tokens(lengths: Ints, world_size: int) -> Ints:
+    """Which pieces of each document get one token more: (documents, 2P) of 0 and 1.
+
+    The odd tokens of all documents are dealt to the ranks in turns, so no rank gets more than one token too many in
+    total. Late tokens see more keys, so where a rank gets only one from a document, front or back piece matters: some
+    documents are dealt from the front, others mirrored. Documents of like length stand together, and the choice follows
+    the Thue-Morse sequence, which has no period that could fall into step with the dealing.
+    """
+    pieces = 2 * world_size
+    odd = lengths % pieces
+    order = np.lexsort((lengths, odd))
+    odd_sorted = odd[order]
+    dealt_before = np.cumsum(odd_sorted) - odd_sorted
+    document = np.repeat(np.arange(len(order)), odd_sorted)
+    turn = ramp(odd_sorted)
+    rank = (np.repeat(dealt_before, odd_sorted) + turn) % world_size
+    second = turn >= world_size  # this rank has already had one from this document
+    alone = turn + world_size >= np.repeat(odd_sorted, odd_sorted)  # and gets no second one
+    mirrored = np.repeat(_bit_parity(np.cumsum(odd_sorted > 0)) == 1, odd_sorted)
+    back = second | (alone & mirrored)
+    taken = np.zeros((len(lengths), pieces), dtype=np.int64)
+    taken[order[document], np.where(back, pieces - 1 - rank, rank)] = 1
+    return taken
+
+
+def _bit_parity(numbers: Ints) -> Ints:
+    """The number of 1 bits, modulo 2."""
+    for shift in (32, 16, 8, 4, 2, 1):
+        numbers = numbers ^ (numbers >> shift)
+    return numbers & 1

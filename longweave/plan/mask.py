@@ -1,0 +1,214 @@
+"""Who may attend to whom: a set of attention slices over the packed sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longweave.errors import InputError
+from longweave.plan import slices as sl
+from longweave.plan.ranges import Ints, Span, as_cu_seqlens, check_total, frozen
+
+_KINDS: dict[str, tuple[int | None, int | None]] = {"full": (None, None), "causal": (None, 0)}
+
+
+class Slice(NamedTuple):
+    """Queries `q` see keys `k` where lo <= k_token - q_token <= hi, all in global coordinates; None is no limit."""
+
+    q: Span
+    k: Span
+    lo: int | None = None
+    hi: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """`full`, `causal` (a key no later than its query), or `band` (any other limits)."""
+        for kind, limits in _KINDS.items():
+            if (self.lo, self.hi) == limits:
+                return kind
+        return "band"
+
+
+class Mask:
+    """An immutable attention mask over `total` packed tokens. Make one with the constructors below.
+
+    Two masks that name the same slices are equal, hash alike and have the same `fingerprint`. A query that no slice
+    names sees nothing: its output is 0.
+    """
+
+    def __init__(self, total: int, rows: Ints, cu_seqlens: Ints) -> None:
+        self.total = total
+        self.rows = frozen(sl.tighten(rows)[0])
+        self.cu_seqlens = frozen(cu_seqlens)
+
+    # -- constructors ------------------------------------------------------------------------------
+
+    @classmethod
+    def causal(cls, cu_seqlens: object) -> Mask:
+        """Every token sees itself and the tokens before it in its own document."""
+        return cls._per_document(cu_seqlens, -sl.NO_LIMIT, 0)
+
+    @classmethod
+    def full(cls, cu_seqlens: object) -> Mask:
+        """Every token sees its whole document."""
+        return cls._per_document(cu_seqlens, -sl.NO_LIMIT, sl.NO_LIMIT)
+
+    @classmethod
+    def sliding_window(cls, cu_seqlens: object, window: int) -> Mask:
+        """Every token sees itself and the `window - 1` tokens before it in its own document."""
+        if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
+            raise InputError(f"window is {window!r}; give the number of tokens seen, itself included, at least 1")
+        return cls._per_document(cu_seqlens, 1 - int(window), 0)
+
+    @classmethod
+    def prefix_causal(cls, cu_seqlens: object, prefix_lens: Sequence[int] | int) -> Mask:
+        """The first `prefix_lens[i]` tokens of document i all see each other; the rest is causal."""
+        cu = as_cu_seqlens(cu_seqlens)
+        start, stop = cu[:-1], cu[1:]
+        prefix = np.asarray(prefix_lens)
+        if prefix.dtype.kind not in "iu" and prefix.size:
+            raise InputError(f"prefix_lens holds {prefix.dtype}; give one int per document")
+        if prefix.ndim and prefix.shape != start.shape:
+            raise InputError(f"prefix_lens has {len(prefix)} entries for {len(start)} documents; give one each")
+        prefix = np.broadcast_to(prefix, start.shape).astype(np.int64)
+        bad = np.flatnonzero((prefix < 0) | (prefix > stop - start))
+        if len(bad):
+            i = int(bad[0])
+            raise InputError(
+                f"prefix_lens[{i}] is {prefix[i]} but document {i} has {stop[i] - start[i]} tokens; "
+                "a prefix is between 0 and its document's length"
+            )
+        edge = start + prefix
+        head = _columns(start, edge, start, edge, -sl.NO_LIMIT, sl.NO_LIMIT)
+        tail = _columns(edge, stop, start, stop, -sl.NO_LIMIT, 0)
+        return cls(int(cu[-1]), np.concatenate([head, tail]), cu)
+
+    @classmethod
+    def shared_prefix(cls, prefix_len: int, branch_lens: Sequence[int]) -> Mask:
+        """One prompt, many answers: every branch sees the prompt and itself (causally), no branch sees another.
+
+        The prompt comes first and is itself causal. `mask.cu_seqlens` has the prompt as document 0 and the branches
+        after it; their positions go on where the prompt ends (`Layout.positions(..., offsets=...)`).
+        """
+        prefix_len = check_total(prefix_len)
+        cu = as_cu_seqlens(np.cumsum([0, prefix_len, *branch_lens], dtype=np.int64))
+        own = _columns(cu[:-1], cu[1:], cu[:-1], cu[1:], -sl.NO_LIMIT, 0)
+        prompt = _columns(cu[1:-1], cu[2:], 0, prefix_len, -sl.NO_LIMIT, sl.NO_LIMIT)
+        return cls(int(cu[-1]), np.concatenate([own, prompt]), cu)
+
+    @classmethod
+    def from_slices(cls, total: int, slices: Iterable[Slice | tuple[object, ...]]) -> Mask:
+        """A mask from `(q span, k span, kind)` in global coordinates.
+
+        `kind` is "full", "causal" (keys whose token index is at most the query's) or limits `(lo, hi)` on
+        `k - q`, None for no limit. A pair that is named twice would count twice in the softmax: refused.
+
+            Mask.from_slices(10, [((0, 4), (0, 4), "causal"), ((4, 10), (2, 10), (-3, 0))])
+        """
+        total = check_total(total)
+        raw = np.array([_parse(i, total, item) for i, item in enumerate(slices)], dtype=np.int64)
+        rows, origin = sl.tighten(raw.reshape(-1, 6))
+        clash = sl.first_overlap(rows)
+        if clash:
+            a, b = sorted(int(origin[i]) for i in clash)
+            raise InputError(
+                f"slices {a} and {b} both allow some query-key pair, which would count twice in the softmax; "
+                "cut one of them"
+            )
+        return cls(total, rows, frozen([0, total]))
+
+    @classmethod
+    def _per_document(cls, cu_seqlens: object, lo: int, hi: int) -> Mask:
+        cu = as_cu_seqlens(cu_seqlens)
+        return cls(int(cu[-1]), _columns(cu[:-1], cu[1:], cu[:-1], cu[1:], lo, hi), cu)
+
+    # -- what it says ------------------------------------------------------------------------------
+
+    @cached_property
+    def slices(self) -> tuple[Slice, ...]:
+        """The slices; limits that cut nothing are None."""
+        return tuple(
+            Slice(
+                Span(q0, q1),
+                Span(k0, k1),
+                None if lo <= -sl.NO_LIMIT else lo,
+                None if hi >= sl.NO_LIMIT else hi,
+            )
+            for q0, q1, k0, k1, lo, hi in self.rows.tolist()
+        )
+
+    @cached_property
+    def area(self) -> int:
+        """The number of allowed query-key pairs: the work."""
+        return int(sl.area(self.rows).sum())
+
+    def area_between(self, q: tuple[int, int], k: tuple[int, int]) -> int:
+        """The number of allowed pairs with the query in span `q` and the key in span `k`; exact."""
+        return int(sl.area(self.cut([q], [k])).sum())
+
+    def cut(self, q_spans: Sequence[tuple[int, int]], k_spans: Sequence[tuple[int, int]]) -> Ints:
+        """The rows (see `plan.slices`) inside any of the query spans × any of the key spans."""
+        rows, _ = sl.cut_q(self.rows, *_sorted_spans(q_spans))
+        return sl.cut_k(rows, *_sorted_spans(k_spans))[0]
+
+    def dense(self) -> npt.NDArray[np.bool_]:
+        """The mask as a `(total, total)` array of bools, queries down, keys across. For tests and pictures."""
+        allowed = np.zeros((self.total, self.total), dtype=bool)
+        for q0, q1, k0, k1, lo, hi in self.rows.tolist():
+            distance = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+            allowed[q0:q1, k0:k1] |= (distance >= lo) & (distance <= hi)
+        return allowed
+
+    # -- identity ----------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = blake2b(b"mask", digest_size=16)
+        digest.update(np.int64(self.total).tobytes())
+        order = np.lexsort(self.rows.T[::-1])
+        digest.update(self.rows[order].tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Mask) and self.fingerprint == other.fingerprint)
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"<Mask of {self.total} tokens, {len(self.rows)} slices, {self.area} pairs>"
+
+
+def _columns(*columns: Ints | int) -> Ints:
+    return np.stack(np.broadcast_arrays(*columns), axis=1).astype(np.int64)
+
+
+def _sorted_spans(spans: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    array = np.array(sorted(s for s in spans if s[1] > s[0]), dtype=np.int64).reshape(-1, 2)
+    if (array[1:, 0] < array[:-1, 1]).any():
+        raise InputError(f"the spans {list(spans)} overlap; give disjoint ones")
+    return array[:, 0].copy(), array[:, 1].copy()
+
+
+def _parse(i: int, total: int, item: Any) -> tuple[int, ...]:
+    """One slice as a row."""
+    try:
+        if isinstance(item, Slice):
+            item = (item.q, item.k, (item.lo, item.hi))
+        (q0, q1), (k0, k1), kind = item
+        lo, hi = _KINDS[kind] if isinstance(kind, str) else kind
+        q0, q1, k0, k1 = (int(n) for n in (q0, q1, k0, k1))
+        limits = (-sl.NO_LIMIT if lo is None else int(lo), sl.NO_LIMIT if hi is None else int(hi))
+    except (TypeError, ValueError, KeyError) as error:
+        raise InputError(
+            f"slice {i} is {item!r}; give ((q start, q stop), (k start, k stop), kind) with kind "
+            '"full", "causal" or limits (lo, hi) on k - q'
+        ) from error
+    if not (0 <= q0 <= q1 <= total and 0 <= k0 <= k1 <= total):
+        raise InputError(f"slice {i} has spans ({q0}, {q1}) and ({k0}, {k1}); they must lie inside 0 to {total}")
+    return (q0, q1, k0, k1, *limits)

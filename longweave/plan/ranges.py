@@ -1,0 +1,162 @@
+"""Half-open spans of integers, one by one (`Span`) and in bulk (arrays of starts and stops).
+
+subtract        split(at=5)          merge                    overlaps
+──────────      ──────────          ─────  ───              ────   ─────   left
+   ────         ────│─────           ─────    ──              ──────  ──   right
+───    ───      0   5    10         ─────────────             (0,0)(1,0)(1,1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longweave.errors import InputError
+
+Ints = npt.NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """The integers `start <= i < stop`. Immutable; equal to the plain tuple `(start, stop)`."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def intersect(self, other: Span) -> Span:
+        """What both hold; a span of length 0 if nothing."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def subtract(self, other: Span) -> tuple[Span, ...]:
+        """What only `self` holds: at most two spans, none of them empty."""
+        if not self.intersect(other).length:
+            return (self,) if self.length else ()
+        left, right = Span(self.start, other.start), Span(other.stop, self.stop)
+        return tuple(s for s in (left, right) if s.length)
+
+    def split(self, at: int) -> tuple[Span, Span]:
+        """The part before `at` and the part from `at` on."""
+        at = min(max(at, self.start), max(self.start, self.stop))
+        return Span(self.start, at), Span(at, max(at, self.stop))
+
+
+def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same integers as sorted spans that neither overlap nor touch."""
+    merged: list[Span] = []
+    for span in sorted(s for s in spans if s.length):
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+# -- in bulk ------------------------------------------------------------------------------------------
+
+
+def overlaps(starts: Ints, stops: Ints, sorted_starts: Ints, sorted_stops: Ints) -> tuple[Ints, Ints]:
+    """All index pairs (left, right) whose spans share an integer.
+
+    Left spans may be anything that is not empty; right spans are sorted, disjoint and not empty. The pairs come
+    in left order, then in right order. Cost: two binary searches per left span, plus the result.
+    """
+    first = np.searchsorted(sorted_stops, starts, side="right")
+    last = np.searchsorted(sorted_starts, stops, side="left")
+    counts = np.maximum(last - first, 0)
+    left = np.repeat(np.arange(len(starts)), counts)
+    return left, np.repeat(first, counts) + ramp(counts)
+
+
+def ramp(counts: Ints) -> Ints:
+    """0 … counts[0]-1, 0 … counts[1]-1, and so on: `[2, 3] -> [0, 1, 0, 1, 2]`."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) - np.repeat(ends - counts, counts)
+
+
+def expand(starts: Ints, stops: Ints) -> Ints:
+    """Every integer of every span, in the order given."""
+    lengths = stops - starts
+    return np.repeat(starts, lengths) + ramp(lengths)
+
+
+def join_touching(starts: Ints, stops: Ints, keys: Ints) -> tuple[Ints, Ints, Ints]:
+    """Drop empty spans, then make one span of neighbours in the list that touch and have the same key."""
+    full = stops > starts
+    starts, stops, keys = starts[full], stops[full], keys[full]
+    if not len(starts):
+        return starts, stops, keys
+    begins = np.ones(len(starts), dtype=bool)
+    begins[1:] = (starts[1:] != stops[:-1]) | (keys[1:] != keys[:-1])
+    firsts = np.flatnonzero(begins)
+    lasts = np.append(firsts[1:], len(starts)) - 1
+    return starts[firsts], stops[lasts], keys[firsts]
+
+
+def frozen(array: npt.ArrayLike) -> Ints:
+    """A read-only int64 array."""
+    result = np.ascontiguousarray(array, dtype=np.int64)
+    if result.flags.writeable:
+        result = result.copy() if result is array else result
+        result.flags.writeable = False
+    return result
+
+
+# -- cu_seqlens ---------------------------------------------------------------------------------------
+
+
+def cu_key(cu_seqlens: object) -> tuple[int, ...] | bytes:
+    """A hashable form of `cu_seqlens` that is cheap to make: the key under which plans are cached."""
+    if isinstance(cu_seqlens, tuple | bytes):
+        return cu_seqlens
+    if isinstance(cu_seqlens, list):
+        return tuple(cu_seqlens)
+    return as_cu_seqlens(cu_seqlens).tobytes()
+
+
+def as_cu_seqlens(cu_seqlens: object) -> Ints:
+    """Check document borders and return them as an int64 array.
+
+    Takes a list, tuple, numpy array, or anything with `.tolist()` such as a torch tensor, or what `cu_key` made.
+    """
+    if isinstance(cu_seqlens, bytes):
+        return frozen(np.frombuffer(cu_seqlens, dtype=np.int64))
+    remedy = "give the document borders as increasing ints, such as [0, 137, 2178]"
+    if not isinstance(cu_seqlens, np.ndarray | list | tuple):
+        if not hasattr(cu_seqlens, "tolist"):
+            raise InputError(f"cu_seqlens is a {type(cu_seqlens).__name__}; {remedy}")
+        cu_seqlens = cu_seqlens.tolist()
+    try:
+        cu = np.asarray(cu_seqlens)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"cu_seqlens is not a list of ints ({error}); {remedy}") from error
+    if cu.ndim != 1 or not len(cu):
+        raise InputError(f"cu_seqlens has shape {cu.shape}; {remedy}")
+    if cu.dtype.kind not in "iu":
+        raise InputError(f"cu_seqlens holds {cu.dtype}, not ints; {remedy}")
+    if cu[0] != 0:
+        raise InputError(f"cu_seqlens starts at {cu[0]}, not at 0; {remedy}")
+    falls = np.flatnonzero(cu[1:] < cu[:-1])
+    if len(falls):
+        i = int(falls[0])
+        raise InputError(f"cu_seqlens falls from {cu[i]} to {cu[i + 1]} at entry {i + 1}; {remedy}")
+    return frozen(cu.astype(np.int64))
+
+
+def check_world_size(world_size: object) -> int:
+    if isinstance(world_size, bool) or not isinstance(world_size, int | np.integer) or world_size < 1:
+        raise InputError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
+    return int(world_size)
+
+
+def check_total(total: object) -> int:
+    if isinstance(total, bool) or not isinstance(total, int | np.integer) or total < 0:
+        raise InputError(f"total is {total!r}; give the number of tokens in the packed sequence, at least 0")
+    return int(total)

@@ -1,0 +1,1 @@
+"""`longweave bench`: what it costs here, as ratios measured in one run."""

@@ -1,0 +1,36 @@
+"""Plans as text."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from longweave.plan import Layout
+from longweave.plan.ranges import as_cu_seqlens
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def draw_layout(layout: Layout, cu_seqlens: object, width: int = 100) -> str:
+    """Documents as a ruler, and for each rank a line that is dark where it holds tokens.
+
+    One column stands for `total / width` tokens; it is dark for a rank that holds at least half of them, shaded for one
+    that holds fewer.
+    """
+    cu = as_cu_seqlens(cu_seqlens)
+    width = max(1, min(width, layout.total))
+    edges = np.arange(width + 1) * layout.total // width
+    lines = [f"{'documents':>9} {_ruler(cu, width, layout.total)}"]
+    for rank in range(layout.world_size):
+        held = np.zeros(layout.total + 1, dtype=np.int64)
+        held[layout.indices(rank) + 1] = 1
+        before = np.cumsum(held)
+        share = (before[edges[1:]] - before[edges[:-1]]) / np.maximum(edges[1:] - edges[:-1], 1)
+        line = "".join("█" if s >= 0.5 else "░" if s > 0 else "·" for s in share)
+        lines.append(f"{f'rank {rank}':>9} {line} {layout.counts[rank]} tokens")
+    return "\n".join(lines)
+
+
+def _ruler(cu: np.ndarray, width: int, total: int) -> str:
+    """Each column shows the document of its first token: 0, 1, 2, …"""
+    first = np.arange(width) * total // width
+    return "".join(_DIGITS[d % len(_DIGITS)] for d in np.searchsorted(cu, first, side="right") - 1)

@@ -1,0 +1,316 @@
+"""shard, unshard and reshard on real ranks, against plain indexing in one process."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import longweave as lw
+from longweave.testing import Ranks
+
+CASES = {
+    "three ragged": [0, 137, 178, 267],
+    "one token": [0, 1],
+    "shorter than the ranks": [0, 2, 3, 3, 5],
+    "one giant": [0, 1, 3, 200, 201, 203, 203, 205],
+    "nothing": [0, 0],
+}
+
+
+def layouts(cu: list[int], world: int) -> dict[str, lw.Layout]:
+    total = cu[-1]
+    rng = np.random.default_rng(world)
+    cuts = sorted({0, total, *rng.integers(0, total + 1, 9).tolist()})
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    for i in rng.permutation(len(cuts) - 1):
+        spans[int(rng.integers(world))].append((cuts[i], cuts[i + 1]))
+    return {
+        "contiguous": lw.Layout.contiguous(total, world),
+        "zigzag": lw.Layout.zigzag(cu, world),
+        "shuffled": lw.Layout.from_spans(total, spans),
+        "all on the last": lw.Layout.from_spans(total, [*[[]] * (world - 1), [(0, total)]]),
+    }
+
+
+def full(total: int, *trailing: int) -> Tensor:
+    generator = torch.Generator().manual_seed(total)
+    return torch.randn(total, *trailing, generator=generator, dtype=torch.float64)
+
+
+def round_trips(cu: list[int]) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = full(cu[-1], 3, 2)
+    weight = full(cu[-1], 2, 3).movedim(1, 2)
+    table = layouts(cu, world)
+    for a, src in table.items():
+        local = lw.shard(x, src).requires_grad_()
+        assert torch.equal(local, x[src.indices(rank)]), a
+        assert torch.equal(lw.unshard(local, src), x), a
+        for b, dst in table.items():
+            moved = lw.reshard(local, src, dst)
+            assert torch.equal(moved, x[dst.indices(rank)]), (a, b)
+            (grad,) = torch.autograd.grad(moved, local, weight[dst.indices(rank)])
+            assert torch.equal(grad, weight[src.indices(rank)]), (a, b)
+            back = lw.reshard(moved, dst, src)
+            assert torch.equal(back, local), "there and back, bit for bit"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_any_layout_any_world(ranks: Ranks, world: int, case: str) -> None:
+    ranks.run(round_trips, CASES[case], size=world)
+
+
+def any_tensor() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cu = [0, 13, 14, 31]
+    src, dst = lw.Layout.zigzag(cu, world), lw.Layout.contiguous(31, world)
+    dtypes = [torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.complex64, torch.uint8]
+    for dtype in dtypes:
+        x = (full(31, 4) * 3).to(dtype)
+        assert torch.equal(lw.reshard(lw.shard(x, src), src, dst), x[dst.indices(rank)]), dtype
+        assert torch.equal(lw.unshard(lw.shard(x, src), src), x), dtype
+    flat = full(31)
+    assert torch.equal(lw.reshard(lw.shard(flat, src), src, dst), flat[dst.indices(rank)])
+    x = full(31, 2, 5).movedim(0, 1)  # (2, 31, 5), not contiguous
+    for dim in (1, -2):
+        local = lw.shard(x, src, dim=dim)
+        assert torch.equal(local, x[:, src.indices(rank)])
+        view = torch.stack([local, local], dim=3)[..., 0].requires_grad_()
+        moved = lw.reshard(view, src, dst, dim=dim)
+        assert torch.equal(moved, x[:, dst.indices(rank)])
+        assert torch.equal(lw.unshard(view, src, dim=dim), x)
+        (grad,) = torch.autograd.grad(moved, view, torch.ones(1, 1, 1).double().expand_as(moved))
+        assert torch.equal(grad, torch.ones_like(view))
+    empty = torch.empty(src.counts[rank], 0)
+    assert lw.reshard(empty, src, dst).shape == (dst.counts[rank], 0)
+    assert lw.unshard(empty, src).shape == (31, 0)
+
+
+def test_any_dtype_shape_dim_and_stride(ranks: Ranks) -> None:
+    ranks.run(any_tensor, size=3)
+
+
+def gradient_of_parts(kind: str) -> None:
+    """Rank r's loss weighs the full tensor with w_r: the gradient of a token is the sum of all ranks' weights."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = layouts([0, 40, 47], world)[kind]
+    x = full(47, 3)
+    weights = [full(47, 3).roll(r, 0) for r in range(world)]
+    local = lw.shard(x, layout).requires_grad_()
+    (lw.unshard(local, layout) * weights[rank]).sum().backward()
+    assert local.grad is not None
+    torch.testing.assert_close(local.grad, sum(weights)[layout.indices(rank)], rtol=0, atol=1e-12)
+    whole = x.clone().requires_grad_()
+    (lw.shard(whole, layout) * weights[rank][layout.indices(rank)]).sum().backward()
+    mine = torch.zeros(47, 1, dtype=torch.float64)
+    mine[layout.indices(rank)] = 1
+    assert whole.grad is not None
+    assert torch.equal(whole.grad, weights[rank] * mine)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "shuffled", "all on the last"])
+def test_unshard_sums_the_gradients_of_all_ranks(ranks: Ranks, kind: str) -> None:
+    ranks.run(gradient_of_parts, kind, size=3)
+    ranks.run(gradient_of_parts, kind, size=4)
+
+
+def low_precision_sum() -> list[float]:
+    """bf16 gradients 1, 2^-9, 2^-9, …: a bf16 sum loses every small one, a float32 sum does not."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = lw.Layout.contiguous(world, world)
+    local = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.full((world,), 1.0 if rank == 0 else 2.0**-9, dtype=torch.bfloat16)
+    lw.unshard(local, layout).backward(upstream)
+    assert local.grad is not None
+    return local.grad.float().tolist()
+
+
+def test_gradients_are_summed_in_float32(ranks: Ranks) -> None:
+    expected = torch.tensor(1 + 7 * 2.0**-9).bfloat16().item()
+    assert expected != 1.0
+    assert ranks.run(low_precision_sum) == [[expected]] * 8
+
+
+def on_a_subgroup(members: list[int]) -> None:
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return
+    rank = members.index(dist.get_rank())
+    assert dist.get_rank(group) == rank
+    cu = [0, 17, 40]
+    x = full(40, 2)
+    for src in layouts(cu, len(members)).values():
+        for dst in layouts(cu, len(members)).values():
+            local = lw.shard(x, src, group).requires_grad_()
+            moved = lw.reshard(local, src, dst, group)
+            assert torch.equal(moved, x[dst.indices(rank)])
+            assert torch.equal(lw.unshard(moved, dst, group), x)
+            (grad,) = torch.autograd.grad(moved, local, x[dst.indices(rank)])
+            assert torch.equal(grad, x[src.indices(rank)])
+
+
+@pytest.mark.parametrize("members", [[1, 3], [3], [0, 2, 3]])
+def test_group_rank_is_not_global_rank(ranks: Ranks, members: list[int]) -> None:
+    ranks.run(on_a_subgroup, members, size=4)
+
+
+def on_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    layout = lw.Layout.contiguous(9, 2)
+    x = full(9)
+    assert torch.equal(lw.unshard(lw.shard(x, layout, mesh["cp"]), layout, mesh["cp"]), x)
+    with pytest.raises(lw.InputError, match=r"dimensions \('dp', 'cp'\).*mesh\[\"cp\"\]"):
+        lw.shard(x, layout, mesh)
+
+
+def test_a_mesh_dimension_is_a_group(ranks: Ranks) -> None:
+    ranks.run(on_a_mesh, size=4)
+
+
+def calls(cu: list[int], what: str) -> int:
+    """How many collectives a second use of the same layouts makes."""
+    world = dist.get_world_size()
+    src = lw.Layout.zigzag(cu, world)
+    dst = {"same": lw.Layout.zigzag(cu, world), "other": lw.Layout.contiguous(cu[-1], world)}[what]
+    local = lw.shard(full(cu[-1]), src)
+    lw.reshard(local, src, dst)
+    before = _sequence_number()
+    out = lw.reshard(local, src, dst)
+    if what == "same":
+        assert out is local
+    return _sequence_number() - before
+
+
+def _sequence_number() -> int:
+    return int(dist.group.WORLD._get_sequence_number_for_group())
+
+
+def test_nothing_is_sent_when_nothing_moves(ranks: Ranks) -> None:
+    assert ranks.run(calls, [0, 50], "same", size=2) == [0, 0]
+    assert ranks.run(calls, [0, 50], "other", size=2) == [1, 1]
+
+
+def test_one_process_needs_no_group() -> None:
+    layout = lw.Layout.from_spans(6, [[(4, 6), (0, 4)]])
+    x = full(6, 2).requires_grad_()
+    local = lw.shard(x, layout)
+    assert torch.equal(local, x[[4, 5, 0, 1, 2, 3]])
+    assert torch.equal(lw.unshard(local, layout), x)
+    assert torch.equal(lw.reshard(local, layout, lw.Layout.contiguous(6, 1)), x)
+    assert torch.autograd.gradcheck(lambda t: lw.reshard(t, layout, lw.Layout.contiguous(6, 1)), (x,))
+
+
+# -- bad input --------------------------------------------------------------------------------------
+
+
+def refused(call, kind: type[Exception], message: str) -> None:
+    before = _sequence_number()
+    with pytest.raises(kind, match=message):
+        call()
+    assert _sequence_number() == before, "raised before any communication"
+
+
+def bad_inputs() -> None:
+    world = dist.get_world_size()
+    layout = lw.Layout.contiguous(10, world)
+    x = full(10, 2)
+    refused(lambda: lw.shard(x[:9], layout), lw.InputError, "has 9 tokens .* is 10")
+    refused(lambda: lw.shard(x, layout, dim=2), lw.InputError, r"dim is 2 .* \(10, 2\)")
+    refused(lambda: lw.shard([1], layout), lw.InputError, "got a list")
+    refused(lambda: lw.shard(x, lw.Layout.contiguous(10, 5)), lw.GroupError, "has 2 ranks but the layout is for 5")
+    refused(lambda: lw.shard(x, layout, "cp"), lw.InputError, "group is a str")
+    other = lw.Layout.contiguous(11, world)
+    refused(lambda: lw.reshard(x[:5], layout, other), lw.InputError, "hold 10 and 11 tokens")
+    with lw.unchecked():
+        refused(lambda: lw.unshard(x[:4], layout), lw.InputError, "has 4 tokens .* is 5")
+    assert issubclass(lw.InputError, lw.LongweaveError)
+    assert issubclass(lw.InputError, ValueError)
+
+
+def test_bad_input_raises_before_communication(ranks: Ranks) -> None:
+    ranks.run(bad_inputs, size=2)
+
+
+def catch(call) -> str:
+    try:
+        call()
+    except lw.LongweaveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def other_documents(odd: list[int]) -> list[str]:
+    """Twice: also after plans that all ranks know, and also when only the odd rank's plan is new."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    said = []
+    for _ in range(2):
+        good, bad = [0, 7, 20], [0, 8, 20]
+        cu = bad if rank in odd else good
+        for known in (good, bad):
+            layout = lw.Layout.zigzag(known, world)
+            lw.unshard(lw.shard(full(20), layout), layout)
+        layout = lw.Layout.zigzag(cu, world)
+        said.append(catch(lambda: lw.unshard(lw.shard(full(20), layout), layout)))  # noqa: B023
+    return said
+
+
+def test_a_rank_with_other_documents_is_named_on_every_rank(ranks: Ranks) -> None:
+    for said in ranks.run(other_documents, [2], size=4, timeout=30):
+        assert len(said) == 2
+        assert all(s.startswith("GroupError: rank 2 of the group hold another plan") for s in said), said
+        assert all("cu_seqlens" in s for s in said)
+    for said in ranks.run(other_documents, [1], size=2, timeout=30):
+        assert all("rank 0 / rank 1" in s for s in said), said
+
+
+def one_bad_tensor(kind: str) -> str:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = lw.Layout.contiguous(4 * world, world)
+    x = full(4, 3)
+    if rank == 1:
+        x = {"length": x[:3], "dtype": x.float(), "trailing": x[:, :2]}[kind]
+    return catch(lambda: lw.unshard(x, layout))
+
+
+def test_one_bad_tensor_raises_on_every_rank(ranks: Ranks) -> None:
+    said = ranks.run(one_bad_tensor, "length", size=3, timeout=30)
+    assert "has 3 tokens" in said[1]
+    assert all("rank 1 of the group refused" in said[r] for r in (0, 2))
+    for kind in ("dtype", "trailing"):
+        said = ranks.run(one_bad_tensor, kind, size=3, timeout=30)
+        assert all("rank 1 of the group make another call" in s for s in said), said
+
+
+def checks_switched_off() -> int:
+    world = dist.get_world_size()
+    layout = lw.Layout.zigzag([0, 50], world)
+    local = lw.shard(full(50), layout)
+    before = _sequence_number()
+    with lw.unchecked():
+        lw.unshard(local, layout)
+    return _sequence_number() - before
+
+
+def test_the_check_can_be_switched_off(ranks: Ranks) -> None:
+    assert ranks.run(checks_switched_off, size=2) == [1, 1]
+
+
+def deterministic(seed: int) -> list[bytes]:
+    world = dist.get_world_size()
+    layout = lw.Layout.zigzag([0, 33, 50], world)
+    torch.manual_seed(seed)
+    local = torch.zeros(layout.counts[dist.get_rank()], 3, requires_grad=True)
+    upstream = torch.randn(50, 3) * (dist.get_rank() + 1)
+    lw.unshard(local, layout).backward(upstream)
+    assert local.grad is not None
+    return [local.grad.numpy().tobytes()]
+
+
+def test_the_same_bits_every_run(ranks: Ranks) -> None:
+    first = ranks.run(partial(deterministic, 3), size=4)
+    assert all(ranks.run(partial(deterministic, 3), size=4) == first for _ in range(3))

@@ -1,0 +1,19 @@
+"""One pool of ranks for the whole session."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from longweave.testing import Ranks
+
+torch.set_num_threads(1)
+settings.register_profile("longweave", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("longweave")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(8) as pool:
+        yield pool

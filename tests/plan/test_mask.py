@@ -1,0 +1,162 @@
+"""Masks against dense boolean matrices built the obvious way."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longweave import InputError, Mask, Slice, Span
+from longweave.plan import slices as sl
+
+lengths = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+def borders(items: list[int]) -> list[int]:
+    return [0, *np.cumsum(items).tolist()]
+
+
+def documents(items: list[int]) -> np.ndarray:
+    return np.repeat(np.arange(len(items)), items)
+
+
+def same_document(items: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    doc, token = documents(items), np.arange(sum(items))
+    return doc[:, None] == doc[None, :], token[:, None], token[None, :]
+
+
+@given(lengths)
+def test_causal_and_full(items: list[int]) -> None:
+    same, q, k = same_document(items)
+    assert np.array_equal(Mask.causal(borders(items)).dense(), same & (k <= q))
+    assert np.array_equal(Mask.full(borders(items)).dense(), same)
+
+
+@given(lengths, st.integers(1, 12))
+def test_sliding_window(items: list[int], window: int) -> None:
+    same, q, k = same_document(items)
+    assert np.array_equal(Mask.sliding_window(borders(items), window).dense(), same & (k <= q) & (q - k < window))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1)), min_size=1, max_size=5))
+def test_prefix_causal(items: list[tuple[int, float]]) -> None:
+    sizes = [n for n, _ in items]
+    prefix = [round(n * share) for n, share in items]
+    same, q, k = same_document(sizes)
+    start = np.repeat(borders(sizes)[:-1], sizes)
+    in_prefix = np.arange(sum(sizes)) - start < np.repeat(prefix, sizes)
+    expected = same & ((k <= q) | (in_prefix[:, None] & in_prefix[None, :]))
+    assert np.array_equal(Mask.prefix_causal(borders(sizes), prefix).dense(), expected)
+
+
+@given(st.integers(0, 7), st.lists(st.integers(0, 6), max_size=5))
+def test_shared_prefix(prefix: int, branches: list[int]) -> None:
+    same, q, k = same_document([prefix, *branches])
+    expected = (k <= q) & (same | (k < prefix))
+    mask = Mask.shared_prefix(prefix, branches)
+    assert np.array_equal(mask.dense(), expected)
+    assert mask.area == expected.sum()
+
+
+span = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda t: (min(t), max(t)))
+limit = st.none() | st.integers(-13, 13)
+
+
+@given(span, span, limit, limit, span, span)
+def test_area_of_any_slice_cut_by_any_two_spans(q, k, lo, hi, q_cut, k_cut) -> None:
+    mask = Mask.from_slices(12, [Slice(Span(*q), Span(*k), lo, hi)])
+    dense = mask.dense()
+    expected = np.zeros((12, 12), dtype=bool)
+    for i in range(*q):
+        for j in range(*k):
+            expected[i, j] = (lo is None or j - i >= lo) and (hi is None or j - i <= hi)
+    assert np.array_equal(dense, expected)
+    assert mask.area == expected.sum()
+    assert mask.area_between(q_cut, k_cut) == expected[slice(*q_cut), slice(*k_cut)].sum()
+
+
+@given(span, span, limit, limit, st.integers(-20, 20), st.integers(-20, 20))
+def test_move_keeps_the_pairs(q, k, lo, hi, dq, dk) -> None:
+    rows = Mask.from_slices(12, [(q, k, (lo, hi))]).rows
+    moved = sl.move(rows, dq, dk)
+    assert _pairs(moved) == {(i + dq, j + dk) for i, j in _pairs(rows)}
+
+
+def _pairs(rows: np.ndarray) -> set[tuple[int, int]]:
+    return {
+        (q, k)
+        for q0, q1, k0, k1, lo, hi in rows.tolist()
+        for q in range(q0, q1)
+        for k in range(k0, k1)
+        if lo <= k - q <= hi
+    }
+
+
+@given(st.lists(st.tuples(span, span, st.tuples(limit, limit)), max_size=4))
+def test_overlap_is_found_exactly(items) -> None:
+    seen: set[tuple[int, int]] = set()
+    clash = False
+    for (q0, q1), (k0, k1), (lo, hi) in items:
+        own = {
+            (q, k)
+            for q in range(q0, q1)
+            for k in range(k0, k1)
+            if (lo is None or k - q >= lo) and (hi is None or k - q <= hi)
+        }
+        clash |= bool(seen & own)
+        seen |= own
+    if clash:
+        with pytest.raises(InputError, match="count twice"):
+            Mask.from_slices(12, items)
+    else:
+        assert _pairs(Mask.from_slices(12, items).rows) == seen
+
+
+def test_large_areas_are_exact() -> None:
+    n = 50_000_000
+    assert Mask.causal([0, n]).area == n * (n + 1) // 2
+    assert Mask.full([0, n]).area == n * n
+    assert Mask.sliding_window([0, n], 4096).area == 4096 * 4097 // 2 + (n - 4096) * 4096
+
+
+def test_identity_and_kinds() -> None:
+    a = Mask.causal([0, 4, 9])
+    b = Mask.from_slices(9, [((4, 9), (4, 9), "causal"), ((0, 4), (0, 4), "causal")])
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a.fingerprint == b.fingerprint
+    assert a != Mask.full([0, 4, 9])
+    assert pickle.loads(pickle.dumps(a)) == a
+    assert [s.kind for s in Mask.sliding_window([0, 9], 2).slices] == ["band"]
+    assert [s.kind for s in a.slices] == ["causal", "causal"]
+    assert [s.kind for s in Mask.prefix_causal([0, 5], [5]).slices] == ["full"]
+    assert Mask.causal([0, 1]).slices == (Slice(Span(0, 1), Span(0, 1)),), "one token: the limit cuts nothing"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mask.causal([0, 5, 3]), r"falls from 5 to 3 at entry 2"),
+        (lambda: Mask.causal([1, 5]), r"starts at 1"),
+        (lambda: Mask.causal([]), r"shape \(0,\)"),
+        (lambda: Mask.causal([0, -1]), r"falls from 0 to -1"),
+        (lambda: Mask.causal([0, 1.5]), r"float64, not ints"),
+        (lambda: Mask.causal([[0, 1], [1, 2]]), r"shape \(2, 2\)"),
+        (lambda: Mask.causal(7), r"is a int"),
+        (lambda: Mask.causal([0, [1]]), r"not a list of ints"),
+        (lambda: Mask.sliding_window([0, 5], 0), r"window is 0"),
+        (lambda: Mask.prefix_causal([0, 5], [6]), r"prefix_lens\[0\] is 6 but document 0 has 5"),
+        (lambda: Mask.prefix_causal([0, 5], [1, 2]), r"2 entries for 1 documents"),
+        (lambda: Mask.prefix_causal([0, 5], [1.0]), r"float64"),
+        (lambda: Mask.shared_prefix(-1, [2]), r"-1"),
+        (lambda: Mask.shared_prefix(3, [2, -1]), r"falls"),
+        (lambda: Mask.from_slices(5, [((0, 9), (0, 2), "full")]), r"inside 0 to 5"),
+        (lambda: Mask.from_slices(5, [((0, 2), (0, 2), "diagonal")]), r"slice 0 is"),
+        (lambda: Mask.from_slices(5, [((0, 2), "full")]), r"slice 0 is"),
+        (lambda: Mask.causal([0, 5]).cut([(0, 3), (2, 4)], [(0, 5)]), r"overlap"),
+    ],
+)
+def test_bad_masks(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()

@@ -1,0 +1,340 @@
+"""Attention inside real training code: checkpoint, autocast, two layers, compile, FSDP2, gradcheck, memory, bytes."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import Problem, dense_attention, worst
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import longweave as lw
+from longweave.testing import Ranks
+
+CU = [0, 30, 31, 50]
+STRATEGIES = {
+    "ring": ("ring", {}),
+    "allgather": ("allgather", {}),
+    "ulysses": ("ulysses", {}),
+    "ring x ulysses": ("ring", {"ulysses_size": 2}),
+}
+
+
+class Block(nn.Module):
+    """Attention with a residual; called with a plan across ranks, without one in a single process."""
+
+    def __init__(self, dim: int = 16, heads: int = 4, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
+        self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, plan: lw.Plan | None = None, group=None, mask: lw.Mask | None = None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        out = dense_attention(q, k, v, mask)[0] if plan is None else lw.attention(q, k, v, plan, group)
+        return x + self.out(out.flatten(1))
+
+
+def model(layers: int = 2, dtype: torch.dtype = torch.float64) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(layers)).to(dtype)
+
+
+def data(seed: int = 1) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(CU[-1], 16, generator=g, dtype=torch.float64) for _ in range(2))
+
+
+def one_process(mask: lw.Mask, seed: int = 1) -> dict[str, Tensor]:
+    layers = model()
+    x, weight = data(seed)
+    for layer in layers:
+        x = layer(x, mask=mask)
+    (x * weight).sum().backward()
+    return {name: p.grad for name, p in layers.named_parameters()}
+
+
+def plan_for(strategy: str, options: dict, world: int) -> lw.Plan:
+    return lw.make_plan(lw.Mask.causal(CU), lw.Layout.zigzag(CU, world), strategy, **options)
+
+
+def two_layers(strategy: str, options: dict, checkpointed: bool) -> None:
+    plan = plan_for(strategy, options, dist.get_world_size())
+    layers = model()
+    x, weight = (lw.shard(t, plan.layout) for t in data())
+    for layer in layers:
+        x = checkpoint(layer, x, plan, use_reentrant=False) if checkpointed else layer(x, plan)
+    (x * weight).sum().backward()
+    expected = one_process(plan.mask)
+    for name, p in layers.named_parameters():
+        dist.all_reduce(p.grad)  # SUM over ranks is the whole gradient
+        assert worst(p.grad, expected[name]) < 1e-10, name
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_layers_and_checkpoint(ranks: Ranks, strategy: str, checkpointed: bool) -> None:
+    ranks.run(two_layers, *STRATEGIES[strategy], checkpointed, size=4)
+
+
+def under_autocast() -> None:
+    plan = plan_for("ring", {}, dist.get_world_size())
+    layer = model(1, torch.float32)[0]
+    x = lw.shard(data()[0], plan.layout).float()
+    seen = []
+    layer.out.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, plan)
+    out.float().sum().backward()
+    assert seen == [torch.bfloat16]
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
+    q = torch.randn(x.shape[0], 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lw.attention(q, q, q, plan).dtype == torch.bfloat16
+
+
+def test_autocast(ranks: Ranks) -> None:
+    ranks.run(under_autocast, size=2)
+
+
+def with_fsdp() -> None:
+    """dp × cp: each dp row has its own batch, parameters are sharded over all ranks, gradients averaged by FSDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    flat = mesh._flatten("all")
+    plan = plan_for("ring", {}, 2)
+    layers = model()
+    for layer in layers:
+        fully_shard(layer, mesh=flat)
+    seed = 1 + mesh["dp"].get_local_rank()
+    x, weight = (lw.shard(t, plan.layout, mesh["cp"]) for t in data(seed))
+    for layer in layers:
+        x = layer(x, plan, mesh["cp"])
+    ((x * weight).sum() * dist.get_world_size()).backward()  # FSDP divides by the mesh size; the convention is SUM
+    parts = [one_process(plan.mask, seed) for seed in (1, 2)]
+    for name, p in layers.named_parameters():
+        assert worst(p.grad.full_tensor(), parts[0][name] + parts[1][name]) < 1e-10, name
+
+
+def test_fsdp2_on_a_dp_cp_mesh(ranks: Ranks) -> None:
+    ranks.run(with_fsdp, size=4)
+
+
+def compiled(strategy: str, options: dict) -> None:
+    plan = plan_for(strategy, options, dist.get_world_size())
+    layers = model()
+    group = dist.group.WORLD
+    step = torch.compile(partial(_through, layers, plan, group), fullgraph=True, backend="aot_eager")
+    x, weight = (lw.shard(t, plan.layout) for t in data())
+    (step(x) * weight).sum().backward()
+    expected = one_process(plan.mask)
+    for name, p in layers.named_parameters():
+        dist.all_reduce(p.grad)
+        assert worst(p.grad, expected[name]) < 1e-10, name
+
+
+def _through(layers: nn.ModuleList, plan: lw.Plan, group, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x, plan, group)
+    return x
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compile_fullgraph(ranks: Ranks, strategy: str) -> None:
+    ranks.run(compiled, *STRATEGIES[strategy], size=2)
+
+
+def check_gradients(strategy: str, options: dict) -> bool:
+    """gradcheck of the operator: on every rank, perturbing its own inputs while the others hold still."""
+    mask = lw.Mask.causal([0, 4, 5])
+    layout = lw.Layout.zigzag([0, 4, 5], dist.get_world_size())
+    plan = lw.make_plan(mask, layout, strategy, **options)
+    problem = Problem.random(5, heads=2, kv_heads=1, dim=3, v_dim=2, sinks=True)
+    mine = layout.indices(dist.get_rank())
+    q, k, v = (getattr(problem, n)[mine].requires_grad_() for n in "qkv")
+    sinks = problem.sinks.clone().requires_grad_()
+    leaves = [q, k, v, sinks]
+    # The loss of all ranks, as a function of one entry of one rank at a time.
+    weight = problem.grad[mine]
+
+    def loss() -> Tensor:
+        out = lw.attention(q, k, v, plan, sinks=sinks)
+        total = (out * weight).sum().detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    out = lw.attention(q, k, v, plan, sinks=sinks)
+    grads = torch.autograd.grad(out, leaves, weight)
+    dist.all_reduce(grads[3])
+    for turn in range(dist.get_world_size()):
+        for leaf, grad in zip(leaves, grads, strict=True):
+            shared = leaf is sinks
+            size = torch.tensor(leaf.numel())
+            dist.broadcast(size, turn)
+            for i in range(int(size)):
+                values = []
+                for step in (1e-6, -1e-6):
+                    if shared or dist.get_rank() == turn:
+                        with torch.no_grad():
+                            leaf.view(-1)[i] += step
+                    values.append(loss())
+                    if shared or dist.get_rank() == turn:
+                        with torch.no_grad():
+                            leaf.view(-1)[i] -= step
+                if shared or dist.get_rank() == turn:
+                    numeric = (values[0] - values[1]) / 2e-6
+                    assert abs(numeric - grad.reshape(-1)[i]) < 1e-6
+    return True
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_numerically(ranks: Ranks, strategy: str) -> None:
+    assert ranks.run(check_gradients, *STRATEGIES[strategy], size=2) == [True, True]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "allgather", "ulysses"])
+def test_gradcheck_in_one_process(strategy: str) -> None:
+    plan = lw.make_plan(lw.Mask.causal([0, 4, 5]), lw.Layout.contiguous(5, 1), strategy)
+    p = Problem.random(5, heads=4, kv_heads=2, dim=3, v_dim=2, sinks=True)
+    leaves = [t.clone().requires_grad_() for t in (p.q, p.k, p.v, p.sinks)]
+    assert torch.autograd.gradcheck(lambda q, k, v, s: lw.attention(q, k, v, plan, sinks=s), leaves)
+
+
+def kept_by_autograd(strategy: str, options: dict) -> dict[str, int]:
+    """Bytes that one call keeps for backward, each storage counted once."""
+    cu = [0, 700, 960]
+    world = dist.get_world_size()
+    plan = lw.make_plan(lw.Mask.causal(cu), lw.Layout.zigzag(cu, world), strategy, **options)
+    tokens = plan.layout.counts[dist.get_rank()]
+    q, k, v = (torch.randn(tokens, h, 16, requires_grad=True) for h in (8, 8, 8))
+    storages: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        lw.attention(q, k, v, plan)
+    return {"kept": sum(storages.values()), "inputs": 4 * tokens * 8 * 16 * 4, "lse": tokens * 8 * 4, "tokens": tokens}
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_autograd_keeps_does_not_grow_with_the_ranks(ranks: Ranks, strategy: str, world: int) -> None:
+    for found in ranks.run(kept_by_autograd, *STRATEGIES[strategy], size=world):
+        assert found["kept"] <= 1.02 * (found["inputs"] + found["lse"])
+
+
+def bytes_sent(strategy: str, options: dict) -> list[tuple[int, int, int, int]]:
+    """Bytes handed to the network by this rank, forward and backward, and what the formula says."""
+    from longweave.comm import exchange
+
+    cu = [0, 100, 101, 155]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = lw.Layout.from_spans(155, [[(r, 155)] if r == world - 1 else [(r, r + 1)] for r in range(world)])
+    layout = lw.Layout.zigzag(cu, world) if strategy != "uneven" else layout
+    plan = lw.make_plan(lw.Mask.causal(cu), layout, "ring", **options)
+    heads, kv_heads, dim, v_dim = 4, 2, 16, 8
+    p = Problem.random(155, heads, kv_heads, dim, v_dim, dtype=torch.bfloat16)
+    mine = layout.indices(rank)
+    q, k, v = (getattr(p, n)[mine].requires_grad_() for n in "qkv")
+    lw.attention(q, k, v, plan)  # the plan is known to all ranks now
+    sent = [0]
+    original = exchange.send_receive
+
+    def counting(sends, receives, comm):
+        sent[0] += sum(x.numel() * x.element_size() for _, x in sends)
+        return original(sends, receives, comm)
+
+    exchange.send_receive = counting
+    try:
+        out = lw.attention(q, k, v, plan)
+        forward = sent[0]
+        torch.autograd.grad(out, (q, k, v), p.grad[mine])
+        backward = sent[0] - forward
+    finally:
+        exchange.send_receive = original
+    per_token = kv_heads * (dim + v_dim)
+    passed_on = sum(layout.counts[(rank - s) % world] for s in range(world - 1))  # W − 1 hops
+    passed_back = sum(layout.counts[(rank + s) % world] for s in range(world - 1))
+    grads = sum(layout.counts[(rank + s) % world] for s in range(1, world))
+    expected_backward = passed_back * per_token * 2 + grads * per_token * 4  # K/V in bf16, gradients in float32
+    return [(forward, passed_on * per_token * 2, backward, expected_backward)]
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "uneven"])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_ring_sends_what_the_formula_says(ranks: Ranks, world: int, kind: str) -> None:
+    for ((forward, expected, backward, expected_backward),) in ranks.run(bytes_sent, kind, {}, size=world):
+        assert forward == expected
+        assert backward == expected_backward
+
+
+def peak_of_ring_buffers() -> int:
+    """The most bytes of receive buffers alive at once in a forward, in blocks of K/V."""
+    from longweave.softmax import ring
+
+    sizes: list[int] = []
+    original = ring._Blocks.buffers
+
+    def counting(self, dtype):
+        made = original(self, dtype)
+        sizes.append(sum(b.numel() for b in made) // self.size(0))
+        return made
+
+    ring._Blocks.buffers = counting
+    try:
+        plan = lw.make_plan(lw.Mask.causal([0, 160]), lw.Layout.contiguous(160, dist.get_world_size()), "ring")
+        x = torch.randn(160 // dist.get_world_size(), 2, 4)
+        lw.attention(x, x, x, plan)
+    finally:
+        ring._Blocks.buffers = original
+    return sum(sizes)
+
+
+def test_ring_has_two_receive_buffers_whatever_the_ranks(ranks: Ranks) -> None:
+    for world in (2, 8):
+        assert ranks.run(peak_of_ring_buffers, size=world) == [2] * world
+
+
+def kernel_calls(kind: str) -> list[int]:
+    """How many kernel calls each ring step makes on this rank."""
+    from longweave.kernels.attention import Kernel
+
+    world = dist.get_world_size()
+    layout = {"zigzag": lw.Layout.zigzag([0, 800], world), "contiguous": lw.Layout.contiguous(800, world)}[kind]
+    plan = lw.make_plan(lw.Mask.causal([0, 800]), layout, "ring")
+    calls: list[int] = []
+    original = Kernel._forward
+    Kernel._forward = lambda self, *args: (calls.append(1), original(self, *args))[1]
+    try:
+        x = torch.randn(layout.counts[dist.get_rank()], 2, 4)
+        lw.attention(x, x, x, plan)
+    finally:
+        Kernel._forward = original
+    return calls
+
+
+def test_steps_without_work_make_no_kernel_call(ranks: Ranks) -> None:
+    assert [len(c) for c in ranks.run(kernel_calls, "contiguous", size=4)] == [1, 2, 3, 4]
+    assert [len(c) for c in ranks.run(kernel_calls, "zigzag", size=4)] == [4, 4, 4, 4]
+
+
+def bits(strategy: str, options: dict) -> list[bytes]:
+    mask = lw.Mask.causal(CU)
+    plan = plan_for(strategy, options, dist.get_world_size())
+    p = Problem.random(mask.total, dtype=torch.float32)
+    mine = plan.layout.indices(dist.get_rank())
+    q, k, v = (getattr(p, n)[mine].requires_grad_() for n in "qkv")
+    out = lw.attention(q, k, v, plan)
+    grads = torch.autograd.grad(out, (q, k, v), p.grad[mine])
+    return [t.detach().numpy().tobytes() for t in (out, *grads)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_bits_every_run(ranks: Ranks, strategy: str) -> None:
+    first = ranks.run(bits, *STRATEGIES[strategy], size=4)
+    assert all(ranks.run(bits, *STRATEGIES[strategy], size=4) == first for _ in range(2))
