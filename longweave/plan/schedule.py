@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 from longweave.errors import InputError
-from longweave.plan.cost import Machine, Shape, estimates
+from longweave.plan.estimate import Machine, Shape, estimates
 from longweave.plan.layout import Layout, SpanTable
 from longweave.plan.mask import Mask
 
