@@ -25,6 +25,7 @@ from longweave.errors import InputError
 from longweave.plan.cost import Cost, CostModel, cost
 from longweave.plan.grid import Grid, auto_chunk_size, make_grid
 from longweave.plan.layout import Layout, SpanTable
+from longweave.plan.level import level
 from longweave.plan.lpt import lpt, swap
 from longweave.plan.mask import Mask
 from longweave.plan.mixing import Mix, mix
@@ -34,7 +35,7 @@ MODEL = CostModel()
 LPT_CHUNKS_PER_RANK = 8
 # (ranks of a long document relative to the balanced number, how much denser than the pack a document must be to count
 # as long). In order of promise: the search ends when a candidate comes close to what no layout can beat.
-MIXES = ((1.0, 1.0), (1.1, 1.0), (1.0, 0.5), (0.9, 1.0), (1.0, 1.3), (0.9, 1.3), (0.95, 1.0), (1.05, 0.75))
+MIXES = ((1.0, 1.0), (0.95, 1.0), (1.0, 0.5), (0.9, 1.0), (1.0, 1.3), (0.9, 1.3))
 CLOSE_ENOUGH = 1.01
 
 
@@ -57,10 +58,9 @@ class Candidate:
     limits: Limits
 
     @property
-    def key(self) -> tuple[bool, bool, float, int]:
+    def key(self) -> tuple[bool, float, int]:
         over_tokens = max(self.layout.counts) > self.limits.tokens
-        over_area = int(self.cost.area.max()) > self.limits.area
-        return over_tokens, over_area, self.cost.seconds(MODEL), int(self.cost.sent.sum())
+        return over_tokens, self.cost.seconds(MODEL), int(self.cost.sent.sum())
 
 
 def solve(
@@ -134,14 +134,17 @@ def candidates(
     ideal = mask.area / world * MODEL.seconds_per_pair
     for spread, denser in MIXES:
         variant = Mix(spread, denser, imbalance, slack, node)
-        yield scored(f"mix {spread} {denser}", grid.layout(mix(grid, variant)))
-        if best.key < (False, False, CLOSE_ENOUGH * ideal):
+        owner = mix(grid, variant)
+        found = scored(f"mix {spread} {denser}", grid.layout(owner))
+        yield found
+        yield scored(f"mix {spread} {denser} level", grid.layout(level(grid, owner, found.cost, MODEL, int(limits.tokens))))
+        if best.key < (False, CLOSE_ENOUGH * ideal):
             break
     coarse = make_grid(mask, world, max(chunk, mask.total // (LPT_CHUNKS_PER_RANK * world) // chunk * chunk))
     owner = lpt(coarse, limits.tokens)
     yield scored("lpt", coarse.layout(owner))
     yield scored("lpt, swaps", coarse.layout(swap(coarse, owner, limits.area, limits.tokens)))
-    if best.key >= (False, False, _zigzag_bound(grid)):
+    if best.key >= (False, _zigzag_bound(grid)):
         yield scored("zigzag", Layout.zigzag(mask.cu_seqlens, world))
 
 

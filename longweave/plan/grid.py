@@ -54,6 +54,10 @@ class Grid:
         """The mask area of the queries of each document."""
         return np.diff(self.area_before[self.first])
 
+    @property
+    def document_of_chunk(self) -> Ints:
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+
     def layout(self, owner: Ints) -> Layout:
         """The layout that gives chunk c to rank `owner[c]`, tokens in ascending order on every rank."""
         order = np.argsort(owner, kind="stable")

@@ -273,8 +273,8 @@ class _Mixing:
 
 
 def _bundles(grid: Grid, short: np.ndarray) -> list[tuple[int, int]]:
-    """Short documents as (begin, end) runs, neighbours together up to a 16th of a rank's tokens."""
-    limit = max(grid.chunk_size, grid.tokens_mean / 16)
+    """Short documents as (begin, end) runs, neighbours together up to an 8th of a rank's tokens."""
+    limit = max(grid.chunk_size, grid.tokens_mean / 8)
     bundles: list[tuple[int, int]] = []
     tokens_before = grid.cuts[grid.first].tolist()
     room = 0.0
