@@ -35,8 +35,9 @@ MODEL = CostModel()
 LPT_CHUNKS_PER_RANK = 8
 # (ranks of a long document relative to the balanced number, how much denser than the pack a document must be to count
 # as long). In order of promise: the search ends when a candidate comes close to what no layout can beat.
-MIXES = ((1.0, 1.0), (0.95, 1.0), (1.0, 0.5), (0.9, 1.0), (1.0, 1.3), (0.9, 1.3))
+MIXES = ((1.0, 1.0), (1.0, 0.5), (0.95, 1.0), (1.0, 1.3), (0.9, 1.0))
 CLOSE_ENOUGH = 1.01
+OVER_CAP = 5.0  # each percent of area over the cap must buy this many percent of time
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Limits:
     """What a layout must keep if it can."""
 
     area: float  # pairs on any rank
-    tokens: float  # tokens on any rank
+    tokens: int  # tokens on any rank
     node_size: int | None = None
 
 
@@ -58,9 +59,18 @@ class Candidate:
     limits: Limits
 
     @property
+    def seconds(self) -> float:
+        return self.cost.seconds(MODEL)
+
+    @property
+    def price(self) -> float:
+        """The modelled time, more if some rank has too much area: a little over the cap may buy a lot of time."""
+        over = int(self.cost.area.max()) / self.limits.area - 1 if self.limits.area else 0.0
+        return self.seconds * (1 + OVER_CAP * max(0.0, over))
+
+    @property
     def key(self) -> tuple[bool, float, int]:
-        over_tokens = max(self.layout.counts) > self.limits.tokens
-        return over_tokens, self.cost.seconds(MODEL), int(self.cost.sent.sum())
+        return max(self.layout.counts) > self.limits.tokens, self.price, int(self.cost.sent.sum())
 
 
 def solve(
@@ -137,7 +147,7 @@ def candidates(
         owner = mix(grid, variant)
         found = scored(f"mix {spread} {denser}", grid.layout(owner))
         yield found
-        yield scored(f"mix {spread} {denser} level", grid.layout(level(grid, owner, found.cost, MODEL, int(limits.tokens))))
+        yield scored(f"mix {spread} {denser} level", grid.layout(level(grid, owner, found.cost, MODEL, limits.tokens, limits.area)))
         if best.key < (False, CLOSE_ENOUGH * ideal):
             break
     coarse = make_grid(mask, world, max(chunk, mask.total // (LPT_CHUNKS_PER_RANK * world) // chunk * chunk))

@@ -1,6 +1,6 @@
 """Level an assignment with small steps: tokens first, then area, with as little new traffic as can be.
 
-Tokens: a rank that holds too many gives a short document, or a chunk of a document that it shares, to one with room.
+Tokens: a rank that holds too many gives a short document, or a chunk that sees few keys, to the emptiest one.
 Area: two ranks that share a document trade a late chunk for an early one of the same length, so token counts stay:
 
     chunk      0 1 2 3 4 5 6 7 8 9                      0 1 2 3 4 5 6 7 8 9
@@ -34,6 +34,7 @@ class Leveler:
         self.area = cost.area.copy()
         self.traffic = np.maximum(cost.sent, cost.received)
         self.pairs_per_token = model.seconds_per_token / model.seconds_per_pair
+        self.slowest = int(self.traffic.max())  # no rank needs less traffic than this to be as fast as the slowest
         self.chunk_tokens, self.chunk_area = np.diff(grid.cuts), np.diff(grid.area_before)
         self.tokens = np.bincount(owner, weights=self.chunk_tokens, minlength=grid.world_size).astype(np.int64)
         self.document = grid.document_of_chunk
@@ -41,15 +42,12 @@ class Leveler:
     # -- tokens ------------------------------------------------------------------------------------
 
     def level_tokens(self, limit: int) -> None:
-        """Bring every rank to at most `limit` tokens, as far as there is something to give."""
+        """Bring every rank to at most `limit` tokens, one small step at a time."""
         for _ in range(4 * self.grid.world_size):
             full = int(self.tokens.argmax())
             if self.tokens[full] <= limit:
                 return
-            given = self._short_document(full, limit) or self._shared_chunk(full, limit)
-            if given is None:
-                return
-            begin, end, rank = given
+            begin, end, rank = self._short_document(full, limit) or self._lightest_chunk(full)
             tokens, area = int(self.chunk_tokens[begin:end].sum()), int(self.chunk_area[begin:end].sum())
             self.owner[begin:end] = rank
             self.tokens[[full, rank]] += (-tokens, tokens)
@@ -72,73 +70,95 @@ class Leveler:
         best = int(enough[lengths[enough].argmin()] if len(enough) else found[lengths[found].argmax()])
         return int(first[best]), int(first[best + 1]), rank
 
-    def _shared_chunk(self, full: int, limit: int) -> tuple[int, int, int] | None:
-        """The lightest chunk of a document that a rank with room holds a later chunk of."""
+    def _lightest_chunk(self, full: int) -> tuple[int, int, int]:
+        """The chunk with least area, so one that sees few keys, and the emptiest rank."""
         mine = np.flatnonzero(self.owner == full)
-        for chunk in mine[np.argsort(self.chunk_area[mine], kind="stable")].tolist():
-            later = self.owner[chunk : self.grid.first[self.document[chunk] + 1]]
-            later = later[self.tokens[later] + self.chunk_tokens[chunk] <= limit]
-            if len(later):
-                return chunk, chunk + 1, int(later[self.tokens[later].argmin()])
-        return None
+        chunk = int(mine[self.chunk_area[mine].argmin()])
+        return chunk, chunk + 1, int(self.tokens.argmin())
 
     # -- area --------------------------------------------------------------------------------------
 
-    def level_area(self) -> None:
-        """Lower the largest area while a trade can be found."""
+    def level_area(self, limit: float) -> None:
+        """Lower the largest area while a rank that shares a document can trade; above `limit`, with any rank."""
         for _ in range(2 * self.grid.world_size):
             heavy = int(self.area.argmax())
-            trade = self._best_trade(heavy) if self.area[heavy] > ENOUGH * self.grid.area_mean else None
+            if self.area[heavy] <= ENOUGH * self.grid.area_mean:
+                return
+            lightest = np.argsort(self.area, kind="stable")
+            sharing = np.isin(lightest, self._sharing(heavy))
+            trade = self._best_trade(heavy, lightest[sharing][:PARTNERS])
+            if trade is None and self.area[heavy] > limit:
+                trade = self._best_trade(heavy, lightest[~sharing][:PARTNERS])
             if trade is None:
                 return
             other = int(self.owner[trade.earlier])
             self.owner[[trade.later, trade.earlier]] = other, heavy
             self.area[[heavy, other]] += (-trade.moved, trade.moved)
-            self.traffic[[heavy, other]] += (trade.sent, trade.received)
+            self.traffic[[heavy, other]] += (trade.heavy_traffic, trade.other_traffic)
 
-    def _best_trade(self, heavy: int) -> _Trade | None:
+    def _sharing(self, heavy: int) -> Ints:
+        """The ranks that hold a part of some document of rank `heavy`."""
+        touched = np.zeros(len(self.grid.first) - 1, dtype=bool)
+        touched[self.document[self.owner == heavy]] = True
+        return np.unique(self.owner[touched[self.document]])
+
+    def _best_trade(self, heavy: int, partners: Ints) -> _Trade | None:
         """The trade after which the larger of the two areas is smallest, or None if none helps noticeably."""
-        grid = self.grid
         mine = np.flatnonzero(self.owner == heavy)
-        touched = np.unique(self.document[mine])
-        near = np.concatenate([np.arange(grid.first[d], grid.first[d + 1]) for d in touched.tolist()])
-        rank, row = self.owner[near], np.searchsorted(touched, self.document[near])
-        last = np.full((len(touched), grid.world_size), -1)  # chunk of each document on each rank
-        last[row, rank] = near  # ascending, so the last one written stays
-        partners = np.unique(rank)
-        partners = partners[np.argsort(self.area[partners], kind="stable")][:PARTNERS]
-        theirs = near[np.isin(rank, partners[partners != heavy])]
+        theirs = np.flatnonzero(np.isin(self.owner, partners[partners != heavy]))
         if not len(theirs):
             return None
-        my_row, their_row = (np.searchsorted(touched, self.document[chunks]) for chunks in (mine, theirs))
         other = self.owner[theirs]
-        room = self.area[heavy] / self.pairs_per_token - self.traffic
-        received = np.maximum(0, mine[:, None] - last[their_row, other][None]) * grid.chunk_size
-        readers = [(last[at] > chunks[:, None]).sum(1) for at, chunks in ((my_row, mine), (their_row, theirs))]
-        sent = np.maximum(0, readers[1][None] - readers[0][:, None]) * grid.chunk_size
         moved = self.chunk_area[mine][:, None] - self.chunk_area[theirs][None]
-        fits = (my_row[:, None] == their_row[None]) & (moved > 0)
-        fits &= self.chunk_tokens[mine][:, None] == self.chunk_tokens[theirs][None]
-        fits &= (received <= np.maximum(room[other], 0)[None]) & (sent <= max(room[heavy], 0))
         # The larger area falls by the smaller of `moved` and what would then be left of the gap.
-        gain = np.where(fits, np.minimum(moved, (self.area[heavy] - self.area[other])[None] - moved), -1)
+        gain = np.minimum(moved, (self.area[heavy] - self.area[other])[None] - moved).astype(np.float64)
+        heavy_traffic, other_traffic = self._added_traffic(heavy, mine, other, theirs)
+        room = max(self.slowest, self.area[heavy] / self.pairs_per_token) - self.traffic
+        gain -= 0.05 * self.pairs_per_token * (heavy_traffic + other_traffic)  # of two like trades the cheaper one
+        gain[heavy_traffic > max(room[heavy], 0)] = -1
+        gain[other_traffic > np.maximum(room[other], 0)[None]] = -1
+        gain[self.chunk_tokens[mine][:, None] != self.chunk_tokens[theirs][None]] = -1
         i, j = divmod(int(gain.argmax()), len(theirs))
-        if gain[i, j] < 0.0005 * grid.area_mean:
+        if gain[i, j] < 0.0005 * self.grid.area_mean:
             return None
-        return _Trade(int(mine[i]), int(theirs[j]), int(moved[i, j]), int(sent[i, j]), int(received[i, j]))
+        return _Trade(
+            int(mine[i]), int(theirs[j]), int(moved[i, j]), int(heavy_traffic[i, j]), int(other_traffic[i, j])
+        )
+
+    def _added_traffic(self, heavy: int, mine: Ints, other: Ints, theirs: Ints) -> tuple[Ints, Ints]:
+        """At most this many tokens more would each of the two ranks receive or send, per pair of chunks."""
+        grid, size = self.grid, self.grid.chunk_size
+        touched = np.unique(self.document[np.concatenate([mine, theirs])])
+        near = np.concatenate([np.arange(grid.first[d], grid.first[d + 1]) for d in touched.tolist()])
+        # The last chunk of each document on each rank; the chunk before the document where there is none.
+        last = np.repeat(grid.first[touched][:, None] - 1, grid.world_size, axis=1)
+        last[np.searchsorted(touched, self.document[near]), self.owner[near]] = near  # the last one written stays
+        my_row, their_row = (np.searchsorted(touched, self.document[chunks]) for chunks in (mine, theirs))
+        my_readers = (last[my_row] > mine[:, None]).sum(1)
+        their_readers = (last[their_row] > theirs[:, None]).sum(1)
+        # A taker needs the keys before its new chunk as far as it does not need them yet.
+        other_receives = np.maximum(0, mine[:, None] - last[my_row][:, other])
+        heavy_receives = np.maximum(0, theirs - last[their_row, heavy])[None]
+        # A giver with later queries in the same document needs its chunk back, unless both are of one document.
+        apart = my_row[:, None] != their_row[None]
+        other_receives = other_receives + (apart & (last[their_row, other] > theirs)[None])
+        heavy_receives = heavy_receives + (apart & (last[my_row, heavy] > mine)[:, None])
+        heavy_sends = np.maximum(0, their_readers[None] - my_readers[:, None])
+        other_sends = np.maximum(0, my_readers[:, None] - their_readers[None])
+        return size * np.maximum(heavy_sends, heavy_receives), size * np.maximum(other_sends, other_receives)
 
 
 class _Trade(NamedTuple):
     later: int  # chunk given away by the rank with most area
     earlier: int  # chunk taken for it
     moved: int  # area
-    sent: int  # tokens more, by the rank with most area
-    received: int  # tokens more, by the other
+    heavy_traffic: int  # tokens more, at most
+    other_traffic: int
 
 
-def level(grid: Grid, owner: Ints, cost: Cost, model: CostModel, token_limit: int) -> Ints:
+def level(grid: Grid, owner: Ints, cost: Cost, model: CostModel, token_limit: int, area_limit: float) -> Ints:
     """A new owner of every chunk: fewer tokens where there were too many, and a smaller largest area."""
     leveler = Leveler(grid, owner, cost, model)
     leveler.level_tokens(token_limit)
-    leveler.level_area()
+    leveler.level_area(area_limit)
     return leveler.owner

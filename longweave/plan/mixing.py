@@ -128,7 +128,7 @@ class _Mixing:
         ranks, taken, left = [], [], need
         for rank in self._least_loaded(int(np.ceil(need))).tolist():
             # A last small rest costs another rank all the traffic of the document: rather overfill the others a little.
-            if left <= 0.04 * len(ranks):
+            if left <= min(0.04 * len(ranks), 0.4):
                 break
             if units[rank] > 0.03:
                 ranks.append(rank)
