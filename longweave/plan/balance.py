@@ -15,7 +15,7 @@ the tokens sent in total. Everything is a function of integers: all ranks find t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,14 +29,15 @@ from longweave.plan.level import level
 from longweave.plan.lpt import lpt, swap
 from longweave.plan.mask import Mask
 from longweave.plan.mixing import Mix, mix
-from longweave.plan.ranges import check_world_size
+from longweave.plan.ranges import Ints, check_world_size
 
 MODEL = CostModel()
 LPT_CHUNKS_PER_RANK = 8
 # (ranks of a long document relative to the balanced number, how much denser than the pack a document must be to count
 # as long). In order of promise: the search ends when a candidate comes close to what no layout can beat.
 MIXES = ((1.0, 1.0), (1.0, 0.5), (0.95, 1.0), (1.0, 1.3), (0.9, 1.0))
-CLOSE_ENOUGH = 1.01
+CLOSE_ENOUGH = 1.02  # of the time that perfect balance and no traffic would take
+LEVELED = 2  # mixes that are leveled, besides the first
 OVER_CAP = 5.0  # each percent of area over the cap must buy this many percent of time
 
 
@@ -137,23 +138,39 @@ def candidates(
             best = found
         return found
 
+    def closed() -> bool:
+        return best is not None and best.key < (False, CLOSE_ENOUGH * ideal)
+
+    def leveled(found: Candidate, owner: Ints) -> Candidate:
+        owner = level(grid, owner, found.cost, MODEL, limits.tokens, limits.area)
+        return scored(f"{found.name}, leveled", grid.layout(owner))
+
     yield scored("contiguous", Layout.contiguous(mask.total, world))
     if world == 1 or not mask.area:
         return
     grid = make_grid(mask, world, chunk)
     ideal = mask.area / world * MODEL.seconds_per_pair
+    mixed: list[tuple[float, int, Candidate, Ints]] = []
     for spread, denser in MIXES:
-        variant = Mix(spread, denser, imbalance, slack, node)
-        owner = mix(grid, variant)
+        owner = mix(grid, Mix(spread, denser, imbalance, slack, node))
+        if any(np.array_equal(owner, other) for *_, other in mixed):
+            continue
         found = scored(f"mix {spread} {denser}", grid.layout(owner))
         yield found
-        yield scored(f"mix {spread} {denser} level", grid.layout(level(grid, owner, found.cost, MODEL, limits.tokens, limits.area)))
-        if best.key < (False, CLOSE_ENOUGH * ideal):
+        # Leveling mends area, not traffic: those with least traffic deserve it most.
+        mixed.append((found.cost.traffic_seconds(MODEL), len(mixed), found, owner))
+        if len(mixed) == 1:
+            yield leveled(found, owner)
+        if closed():
             break
+    else:
+        for _, _, found, owner in sorted(mixed[1:])[:LEVELED]:
+            yield leveled(found, owner)
     coarse = make_grid(mask, world, max(chunk, mask.total // (LPT_CHUNKS_PER_RANK * world) // chunk * chunk))
     owner = lpt(coarse, limits.tokens)
     yield scored("lpt", coarse.layout(owner))
-    yield scored("lpt, swaps", coarse.layout(swap(coarse, owner, limits.area, limits.tokens)))
+    if not closed():
+        yield scored("lpt, swapped", coarse.layout(swap(coarse, owner, limits.area)))
     if best.key >= (False, _zigzag_bound(grid)):
         yield scored("zigzag", Layout.zigzag(mask.cu_seqlens, world))
 

@@ -40,11 +40,6 @@ class CostModel:
     seconds_per_token: float = 2 * 8 * 128 * 2 / 45e9
     within_node: float = 0.125
 
-    def seconds(self, area: Ints, tokens: Ints | Floats) -> float:
-        """Attention overlaps with traffic, and the slowest rank holds up the others."""
-        compute, transfer = area * self.seconds_per_pair, tokens * self.seconds_per_token
-        return float(np.maximum(compute, transfer).max())
-
 
 class Cost(NamedTuple):
     """Per rank, in pairs and tokens; `*_across` counts only tokens from or to another node."""
@@ -56,11 +51,15 @@ class Cost(NamedTuple):
     received_across: Ints
 
     def seconds(self, model: CostModel) -> float:
-        """The modelled time; without nodes every token goes across."""
+        """The modelled time: attention overlaps with traffic, and the slowest rank holds up the others."""
+        return max(int(self.area.max()) * model.seconds_per_pair, self.traffic_seconds(model))
+
+    def traffic_seconds(self, model: CostModel) -> float:
+        """The same with nothing to compute. Without nodes every token goes across."""
         inside, across = model.within_node, 1 - model.within_node
         sent = inside * self.sent + across * self.sent_across
         received = inside * self.received + across * self.received_across
-        return model.seconds(self.area, np.maximum(sent, received))
+        return float(max(sent.max(), received.max())) * model.seconds_per_token
 
     @property
     def imbalance(self) -> float:

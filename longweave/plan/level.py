@@ -21,8 +21,8 @@ from longweave.plan.cost import Cost, CostModel
 from longweave.plan.grid import Grid
 from longweave.plan.ranges import Ints
 
-ENOUGH = 1.004  # of the mean area: below this, leave the spans whole
-PARTNERS = 4  # trades are sought with this many ranks, those with least area
+ENOUGH = 1.01  # of the mean area: below this, leave the spans whole
+PARTNERS = 3  # trades are sought with this many ranks, those with least area
 SHORT = 1 / 8  # of a rank's tokens: documents up to this length may move
 
 
@@ -119,7 +119,7 @@ class Leveler:
         gain[other_traffic > np.maximum(room[other], 0)[None]] = -1
         gain[self.chunk_tokens[mine][:, None] != self.chunk_tokens[theirs][None]] = -1
         i, j = divmod(int(gain.argmax()), len(theirs))
-        if gain[i, j] < 0.0005 * self.grid.area_mean:
+        if gain[i, j] < 0.001 * self.grid.area_mean:
             return None
         return _Trade(
             int(mine[i]), int(theirs[j]), int(moved[i, j]), int(heavy_traffic[i, j]), int(other_traffic[i, j])
