@@ -37,7 +37,7 @@ LPT_CHUNKS_PER_RANK = 8
 # as long). In order of promise: the search ends when a candidate comes close to what no layout can beat.
 MIXES = ((1.0, 1.0), (1.0, 0.5), (0.95, 1.0), (1.0, 1.3), (0.9, 1.0))
 CLOSE_ENOUGH = 1.02  # of the time that perfect balance and no traffic would take
-LEVELED = 2  # mixes that are leveled, besides the first
+LEVELED = 1  # mixes that are leveled besides the first
 OVER_CAP = 5.0  # each percent of area over the cap must buy this many percent of time
 
 
@@ -47,7 +47,6 @@ class Limits:
 
     area: float  # pairs on any rank
     tokens: int  # tokens on any rank
-    node_size: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +85,9 @@ def solve(
     if not isinstance(mask, Mask):
         raise InputError(f"mask is a {type(mask).__name__}; give a Mask such as Mask.causal(cu_seqlens)")
     world = check_world_size(world_size)
-    chunk = auto_chunk_size(mask.total, world) if chunk_size == "auto" else _whole("chunk_size", chunk_size, 1, '"auto"')
+    chunk = (
+        auto_chunk_size(mask.total, world) if chunk_size == "auto" else _whole("chunk_size", chunk_size, 1, '"auto"')
+    )
     slack = chunk if token_slack is None else _whole("token_slack", token_slack, 0, "None for one chunk")
     node = None if node_size is None else _whole("node_size", node_size, 1, "None if all ranks are alike")
     if isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or not imbalance >= 0:
@@ -116,63 +117,70 @@ class _Key:
 
 @lru_cache(maxsize=64)
 def _solved(key: _Key, world: int, chunk: int, imbalance: float, slack: int, node: int | None) -> SpanTable:
-    best: Candidate | None = None
-    for candidate in candidates(key.mask, world, chunk, imbalance, slack, node):
-        if best is None or candidate.key < best.key:
-            best = candidate
-    assert best is not None
-    return best.layout.table
+    portfolio = Portfolio(key.mask, world, chunk, imbalance, slack, node)
+    return min(portfolio.candidates(), key=lambda candidate: candidate.key).layout.table
 
 
-def candidates(
-    mask: Mask, world: int, chunk: int, imbalance: float, slack: int, node: int | None
-) -> Iterator[Candidate]:
-    """The portfolio. A member that provably loses against an earlier one is left out."""
-    limits = Limits((1 + imbalance) * mask.area / world, -(-mask.total // world) + slack, node)
-    best: Candidate | None = None
+class Portfolio:
+    """The ways to deal out one pack."""
 
-    def scored(name: str, layout: Layout) -> Candidate:
-        nonlocal best
-        found = Candidate(name, layout, cost(mask, layout, node), limits)
-        if best is None or found.key < best.key:
-            best = found
-        return found
+    def __init__(
+        self, mask: Mask, world: int, chunk: int, imbalance: float = 0.03, slack: int = 0, node: int | None = None
+    ) -> None:
+        self.mask, self.world, self.chunk = mask, world, chunk
+        self.imbalance, self.slack, self.node = imbalance, slack, node
+        self.limits = Limits((1 + imbalance) * mask.area / world, -(-mask.total // world) + slack)
+        self.close = CLOSE_ENOUGH * mask.area / world * MODEL.seconds_per_pair
+        self.best: Candidate | None = None
 
-    def closed() -> bool:
-        return best is not None and best.key < (False, CLOSE_ENOUGH * ideal)
+    def candidates(self) -> Iterator[Candidate]:
+        """All members that may win. One that provably loses against an earlier one is left out."""
+        yield self.scored("contiguous", Layout.contiguous(self.mask.total, self.world))
+        if self.world == 1 or not self.mask.area:
+            return
+        grid = make_grid(self.mask, self.world, self.chunk)
+        yield from self._mixes(grid)
+        yield from self._lpt()
+        if not self.beats(_zigzag_bound(grid)):
+            yield self.scored("zigzag", Layout.zigzag(self.mask.cu_seqlens, self.world))
 
-    def leveled(found: Candidate, owner: Ints) -> Candidate:
-        owner = level(grid, owner, found.cost, MODEL, limits.tokens, limits.area)
-        return scored(f"{found.name}, leveled", grid.layout(owner))
+    def scored(self, name: str, layout: Layout) -> Candidate:
+        candidate = Candidate(name, layout, cost(self.mask, layout, self.node), self.limits)
+        if self.best is None or candidate.key < self.best.key:
+            self.best = candidate
+        return candidate
 
-    yield scored("contiguous", Layout.contiguous(mask.total, world))
-    if world == 1 or not mask.area:
-        return
-    grid = make_grid(mask, world, chunk)
-    ideal = mask.area / world * MODEL.seconds_per_pair
-    mixed: list[tuple[float, int, Candidate, Ints]] = []
-    for spread, denser in MIXES:
-        owner = mix(grid, Mix(spread, denser, imbalance, slack, node))
-        if any(np.array_equal(owner, other) for *_, other in mixed):
-            continue
-        found = scored(f"mix {spread} {denser}", grid.layout(owner))
-        yield found
+    def beats(self, seconds: float) -> bool:
+        """Does some candidate so far keep the caps and take less time?"""
+        return self.best is not None and self.best.key < (False, seconds)
+
+    def _mixes(self, grid: Grid) -> Iterator[Candidate]:
+        tried: list[tuple[Candidate, Ints]] = []
+        for spread, denser in MIXES:
+            owner = mix(grid, Mix(spread, denser, self.imbalance, self.slack, self.node))
+            if any(np.array_equal(owner, other) for _, other in tried):
+                continue
+            tried.append((self.scored(f"mix {spread} {denser}", grid.layout(owner)), owner))
+            yield tried[-1][0]
+            if len(tried) == 1:
+                yield self._leveled(grid, *tried[0])
+            if self.beats(self.close):
+                return
         # Leveling mends area, not traffic: those with least traffic deserve it most.
-        mixed.append((found.cost.traffic_seconds(MODEL), len(mixed), found, owner))
-        if len(mixed) == 1:
-            yield leveled(found, owner)
-        if closed():
-            break
-    else:
-        for _, _, found, owner in sorted(mixed[1:])[:LEVELED]:
-            yield leveled(found, owner)
-    coarse = make_grid(mask, world, max(chunk, mask.total // (LPT_CHUNKS_PER_RANK * world) // chunk * chunk))
-    owner = lpt(coarse, limits.tokens)
-    yield scored("lpt", coarse.layout(owner))
-    if not closed():
-        yield scored("lpt, swapped", coarse.layout(swap(coarse, owner, limits.area)))
-    if best.key >= (False, _zigzag_bound(grid)):
-        yield scored("zigzag", Layout.zigzag(mask.cu_seqlens, world))
+        for found, owner in sorted(tried[1:], key=lambda pair: pair[0].cost.traffic_seconds(MODEL))[:LEVELED]:
+            yield self._leveled(grid, found, owner)
+
+    def _leveled(self, grid: Grid, found: Candidate, owner: Ints) -> Candidate:
+        owner = level(grid, owner, found.cost, MODEL, self.limits.tokens, self.limits.area)
+        return self.scored(f"{found.name}, leveled", grid.layout(owner))
+
+    def _lpt(self) -> Iterator[Candidate]:
+        chunks = self.mask.total // (LPT_CHUNKS_PER_RANK * self.world) // self.chunk
+        grid = make_grid(self.mask, self.world, self.chunk * max(1, chunks))
+        owner = lpt(grid, self.limits.tokens)
+        yield self.scored("lpt", grid.layout(owner))
+        if not self.beats(self.close):
+            yield self.scored("lpt, swapped", grid.layout(swap(grid, owner, self.limits.area)))
 
 
 def _zigzag_bound(grid: Grid) -> float:

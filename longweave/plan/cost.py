@@ -70,12 +70,11 @@ class Cost(NamedTuple):
 
 def cost(mask: Mask, layout: Layout, node_size: int | None = None) -> Cost:
     """Area, tokens sent and tokens received of every rank. `node_size` ranks in a row form a node; None is one each."""
-    _check_same_pack(mask, layout)
+    rows, rank = _shares(mask, layout)
     starts, stops, ranks = layout.table.sorted
-    rows, span = sl.cut_q(mask.rows, starts, stops)
     world = layout.world_size
-    area = np.bincount(ranks[span], weights=sl.area(rows), minlength=world).astype(np.int64)
-    needs = _Needs(rows[:, sl.K0], rows[:, sl.K1], ranks[span], layout.total, world)
+    area = _by_rank(sl.area(rows), rank, world)
+    needs = _Needs(rows[:, sl.K0], rows[:, sl.K1], rank, layout.total, world)
     read = needs.read_before(stops) - needs.read_before(starts)  # by any rank, by the owner itself too
     own = needs.of_rank(ranks, starts, stops)
     sent, received = _by_rank(read - own, ranks, world), needs.tokens - _by_rank(own, ranks, world)
@@ -93,10 +92,8 @@ def cost(mask: Mask, layout: Layout, node_size: int | None = None) -> Cost:
 
 def areas(mask: Mask, layout: Layout) -> Ints:
     """The query-key pairs that each rank computes: the pairs whose query it holds."""
-    _check_same_pack(mask, layout)
-    starts, stops, ranks = layout.table.sorted
-    rows, span = sl.cut_q(mask.rows, starts, stops)
-    return np.bincount(ranks[span], weights=sl.area(rows), minlength=layout.world_size).astype(np.int64)
+    rows, rank = _shares(mask, layout)
+    return _by_rank(sl.area(rows), rank, layout.world_size)
 
 
 def traffic(mask: Mask, layout: Layout) -> tuple[Ints, Ints]:
@@ -105,14 +102,18 @@ def traffic(mask: Mask, layout: Layout) -> tuple[Ints, Ints]:
     return result.sent, result.received
 
 
-def _check_same_pack(mask: Mask, layout: Layout) -> None:
+def _shares(mask: Mask, layout: Layout) -> tuple[Ints, Ints]:
+    """The mask cut into what each rank computes: rows, and the rank of each."""
     if mask.total != layout.total:
         raise InputError(f"the mask has {mask.total} tokens and the layout {layout.total}; use the same pack for both")
+    starts, stops, ranks = layout.table.sorted
+    rows, span = sl.cut_q(mask.rows, starts, stops)
+    return rows, ranks[span]
 
 
-def _by_rank(tokens: Ints, ranks: Ints, world: int) -> Ints:
-    # Sums of counts, in float64 exact up to 2^53.
-    return np.bincount(ranks, weights=tokens, minlength=world).astype(np.int64)
+def _by_rank(counts: Ints, ranks: Ints, world: int) -> Ints:
+    # The sums are made in float64, which is exact up to 2^53.
+    return np.bincount(ranks, weights=counts, minlength=world).astype(np.int64)
 
 
 class _Needs:

@@ -22,7 +22,8 @@ from longweave.plan.grid import Grid
 from longweave.plan.ranges import Ints
 
 ENOUGH = 1.01  # of the mean area: below this, leave the spans whole
-PARTNERS = 3  # trades are sought with this many ranks, those with least area
+PARTNERS = 4  # trades are sought with this many ranks, those with least area
+TRIED = 1000  # trades of each search whose traffic is looked at, those that gain most
 SHORT = 1 / 8  # of a rank's tokens: documents up to this length may move
 
 
@@ -89,6 +90,7 @@ class Leveler:
             trade = self._best_trade(heavy, lightest[sharing][:PARTNERS])
             if trade is None and self.area[heavy] > limit:
                 trade = self._best_trade(heavy, lightest[~sharing][:PARTNERS])
+                trade = trade or self._best_trade(heavy, lightest[~sharing][PARTNERS : 3 * PARTNERS])
             if trade is None:
                 return
             other = int(self.owner[trade.earlier])
@@ -108,44 +110,50 @@ class Leveler:
         theirs = np.flatnonzero(np.isin(self.owner, partners[partners != heavy]))
         if not len(theirs):
             return None
-        other = self.owner[theirs]
         moved = self.chunk_area[mine][:, None] - self.chunk_area[theirs][None]
         # The larger area falls by the smaller of `moved` and what would then be left of the gap.
-        gain = np.minimum(moved, (self.area[heavy] - self.area[other])[None] - moved).astype(np.float64)
-        heavy_traffic, other_traffic = self._added_traffic(heavy, mine, other, theirs)
-        room = max(self.slowest, self.area[heavy] / self.pairs_per_token) - self.traffic
-        gain -= 0.05 * self.pairs_per_token * (heavy_traffic + other_traffic)  # of two like trades the cheaper one
-        gain[heavy_traffic > max(room[heavy], 0)] = -1
-        gain[other_traffic > np.maximum(room[other], 0)[None]] = -1
-        gain[self.chunk_tokens[mine][:, None] != self.chunk_tokens[theirs][None]] = -1
-        i, j = divmod(int(gain.argmax()), len(theirs))
-        if gain[i, j] < 0.001 * self.grid.area_mean:
+        gain = np.minimum(moved, (self.area[heavy] - self.area[self.owner[theirs]])[None] - moved)
+        gain[self.chunk_tokens[mine][:, None] != self.chunk_tokens[theirs][None]] = 0
+        pairs = _largest(gain.ravel(), TRIED, 0.001 * self.grid.area_mean)
+        if not len(pairs):
             return None
-        return _Trade(
-            int(mine[i]), int(theirs[j]), int(moved[i, j]), int(heavy_traffic[i, j]), int(other_traffic[i, j])
-        )
+        mine, theirs = mine[pairs // len(theirs)], theirs[pairs % len(theirs)]
+        moved, gain = moved.ravel()[pairs], gain.ravel()[pairs]
+        heavy_traffic, other_traffic = self._added_traffic(heavy, mine, theirs)
+        room = max(self.slowest, self.area[heavy] / self.pairs_per_token) - self.traffic
+        fits = heavy_traffic <= max(room[heavy], 0)
+        fits &= other_traffic <= np.maximum(room[self.owner[theirs]], 0)
+        # Of two trades that gain alike, the one with less traffic.
+        value = np.where(fits, gain - 0.05 * self.pairs_per_token * (heavy_traffic + other_traffic), 0)
+        i = int(value.argmax())
+        if value[i] <= 0:
+            return None
+        return _Trade(int(mine[i]), int(theirs[i]), int(moved[i]), int(heavy_traffic[i]), int(other_traffic[i]))
 
-    def _added_traffic(self, heavy: int, mine: Ints, other: Ints, theirs: Ints) -> tuple[Ints, Ints]:
-        """At most this many tokens more would each of the two ranks receive or send, per pair of chunks."""
-        grid, size = self.grid, self.grid.chunk_size
+    def _added_traffic(self, heavy: int, mine: Ints, theirs: Ints) -> tuple[Ints, Ints]:
+        """At most this many tokens more would each of the two ranks receive or send, for each pair of chunks."""
+        grid, other = self.grid, self.owner[theirs]
         touched = np.unique(self.document[np.concatenate([mine, theirs])])
         near = np.concatenate([np.arange(grid.first[d], grid.first[d + 1]) for d in touched.tolist()])
         # The last chunk of each document on each rank; the chunk before the document where there is none.
         last = np.repeat(grid.first[touched][:, None] - 1, grid.world_size, axis=1)
         last[np.searchsorted(touched, self.document[near]), self.owner[near]] = near  # the last one written stays
         my_row, their_row = (np.searchsorted(touched, self.document[chunks]) for chunks in (mine, theirs))
-        my_readers = (last[my_row] > mine[:, None]).sum(1)
-        their_readers = (last[their_row] > theirs[:, None]).sum(1)
-        # A taker needs the keys before its new chunk as far as it does not need them yet.
-        other_receives = np.maximum(0, mine[:, None] - last[my_row][:, other])
-        heavy_receives = np.maximum(0, theirs - last[their_row, heavy])[None]
-        # A giver with later queries in the same document needs its chunk back, unless both are of one document.
-        apart = my_row[:, None] != their_row[None]
-        other_receives = other_receives + (apart & (last[their_row, other] > theirs)[None])
-        heavy_receives = heavy_receives + (apart & (last[my_row, heavy] > mine)[:, None])
-        heavy_sends = np.maximum(0, their_readers[None] - my_readers[:, None])
-        other_sends = np.maximum(0, my_readers[:, None] - their_readers[None])
-        return size * np.maximum(heavy_sends, heavy_receives), size * np.maximum(other_sends, other_receives)
+        # A taker needs the keys before its new chunk as far as it does not need them yet. A giver with later queries
+        # in the same document needs its chunk back, unless both are of one document.
+        apart = my_row != their_row
+        other_receives = np.maximum(0, mine - last[my_row, other]) + (apart & (last[their_row, other] > theirs))
+        heavy_receives = np.maximum(0, theirs - last[their_row, heavy]) + (apart & (last[my_row, heavy] > mine))
+        more_readers = (last[their_row] > theirs[:, None]).sum(1) - (last[my_row] > mine[:, None]).sum(1)
+        size = grid.chunk_size
+        return size * np.maximum(more_readers, heavy_receives), size * np.maximum(-more_readers, other_receives)
+
+
+def _largest(values: Ints, count: int, least: float) -> Ints:
+    """The places of about `count` largest values, none below `least`; the same on every machine."""
+    if len(values) > count:
+        least = max(least, float(np.partition(values, -count)[-count]))
+    return np.flatnonzero(values >= least)[: 2 * count]
 
 
 class _Trade(NamedTuple):

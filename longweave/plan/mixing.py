@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 import numpy as np
+import numpy.typing as npt
 
 from longweave.plan.cost import Floats
 from longweave.plan.grid import Grid
@@ -125,7 +126,9 @@ class _Mixing:
 
     def _take_units(self, units: Floats, need: float) -> tuple[Ints, Floats]:
         """The least loaded ranks with `need` units between them, and which part of it falls to each."""
-        ranks, taken, left = [], [], need
+        ranks: list[int] = []
+        taken: list[float] = []
+        left = need
         for rank in self._least_loaded(int(np.ceil(need))).tolist():
             # A last small rest costs another rank all the traffic of the document: rather overfill the others a little.
             if left <= min(0.04 * len(ranks), 0.4):
@@ -141,28 +144,27 @@ class _Mixing:
         return np.array(ranks), part
 
     def _least_loaded(self, count: int) -> Ints:
-        """The ranks with least traffic, then with most area left; inside as few nodes as possible."""
+        """All ranks, those with least traffic first, then those with most area left.
+
+        With nodes, all ranks of a node stand together, first the node that has `count` ranks (or all of its ranks) with
+        least traffic: whoever takes ranks from the front then stays inside as few nodes as possible.
+        """
         by_load = np.lexsort((-self.area_left, self.load))
         size = self.variant.node_size
         if size is None:
             return by_load
-        node = by_load // size
-        place = np.empty_like(by_load)  # of each rank among those of its node
-        order = np.argsort(node, kind="stable")
-        place[order] = np.arange(len(node)) - np.searchsorted(node[order], node[order])
-        # A node stands where the last of its ranks that would be needed stands in the order of load.
-        last = np.full(-(-self.grid.world_size // size), len(by_load))
-        needed = np.flatnonzero(place < min(count, size))
-        np.maximum.at(filled := np.full(len(last), -1), node[needed], needed)
-        short = np.bincount(node, minlength=len(last)) < min(count, size)
-        nodes = np.lexsort((filled, short))
-        rank_of_node = np.empty_like(nodes)
-        rank_of_node[nodes] = np.arange(len(nodes))
-        return by_load[np.argsort(rank_of_node[node], kind="stable")]
+        members = [np.flatnonzero(by_load // size == node) for node in range(-(-self.grid.world_size // size))]
+        wanted = min(count, size)
+
+        def standing(places: Ints) -> int:
+            return int(places[wanted - 1]) if len(places) >= wanted else len(by_load)
+
+        together: Ints = by_load[np.concatenate(sorted(members, key=standing))]
+        return together
 
     # -- 2. pack -----------------------------------------------------------------------------------
 
-    def _pack(self, short: np.ndarray) -> list[int]:
+    def _pack(self, short: npt.NDArray[np.bool_]) -> list[int]:
         """Place short documents whole, largest first; returns those that fit on no rank.
 
         Small neighbours travel together, which makes long spans and fewer things to place; a bundle that fits nowhere
@@ -202,7 +204,7 @@ class _Mixing:
     def _peel_over_room(self, document: int) -> None:
         """Over the ranks with most room, as few as can take it."""
         tokens = int(self.grid.tokens[document])
-        ranks = np.argsort(-self.tokens_left, kind="stable")
+        ranks = self._roomiest()
         room = np.maximum(self.tokens_left[ranks], 0)
         count = int(np.searchsorted(np.cumsum(room), tokens - self.variant.token_slack)) + 1
         ranks = ranks[:count]
@@ -214,6 +216,14 @@ class _Mixing:
             share[-1] *= part
             area[-1] *= part
         self._peel(document, ranks, share, area)
+
+    def _roomiest(self) -> Ints:
+        """All ranks, those with most tokens left first; with nodes, the node with most tokens left first."""
+        if self.variant.node_size is None:
+            return np.argsort(-self.tokens_left, kind="stable")
+        node = np.arange(self.grid.world_size) // self.variant.node_size
+        room = np.bincount(node, weights=np.maximum(self.tokens_left, 0))
+        return np.lexsort((-self.tokens_left, -room[node]))
 
     def _peel_reserves(self, reserves: list[_Reserve]) -> None:
         """Give back what was set aside, then let each document level its ranks. The longest comes last: it can most."""
@@ -272,7 +282,7 @@ class _Mixing:
         self.area_left[rank] -= grid.area_before[end] - grid.area_before[begin]
 
 
-def _bundles(grid: Grid, short: np.ndarray) -> list[tuple[int, int]]:
+def _bundles(grid: Grid, short: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Short documents as (begin, end) runs, neighbours together up to an 8th of a rank's tokens."""
     limit = max(grid.chunk_size, grid.tokens_mean / 8)
     bundles: list[tuple[int, int]] = []
