@@ -44,9 +44,9 @@ def swap(grid: Grid, owner: Ints, area_limit: float) -> Ints:
         reach, released = _reach(grid, owner, document, end)
         needed = np.where(open_ranks, reach.sum(0), -1)
         rank = int(needed.argmax())
-        if needed[rank] <= 0:
-            break
         mine, theirs = np.flatnonzero(owner == rank), np.flatnonzero(owner != rank)
+        if needed[rank] <= 0 or not len(theirs):
+            break
         other = owner[theirs]
         taken = np.maximum(0, end[theirs] - reach[document[theirs], rank])
         given = np.maximum(0, end[mine][:, None] - reach[document[mine]][:, other])
