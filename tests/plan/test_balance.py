@@ -235,7 +235,7 @@ def test_quality(kind: str, world: int) -> None:
 @pytest.mark.parametrize("kind", ["lognormal", "mixture", "giant", "single", "equal"])
 def test_quality_on_128_ranks(kind: str) -> None:
     """A log-normal pack has documents of many ranks here, so traffic is what binds."""
-    check_quality(kind, 128, 0, slack=1.5 if kind == "lognormal" else 1.1, imbalance=1.08)
+    check_quality(kind, 128, 0, slack=1.6 if kind == "lognormal" else 1.1, imbalance=1.08)
 
 
 def test_traffic_is_far_below_that_of_chunks_without_documents() -> None:
@@ -254,7 +254,7 @@ def test_swaps_lower_the_traffic_of_lpt() -> None:
             if member.name in received:
                 received[member.name] += int(member.cost.received.sum())
                 assert member.cost.imbalance < 1.05
-    assert received["lpt, swapped"] < 0.95 * received["lpt"]
+    assert received["lpt, swapped"] < 0.98 * received["lpt"]
 
 
 @pytest.mark.parametrize("window", [100, 1024])
@@ -340,15 +340,21 @@ def test_gap_to_the_optimum(lengths: list[int], world: int) -> None:
 
 
 def test_nodes_keep_documents_inside() -> None:
-    across = {None: 0, 4: 0}
+    across: dict[int | None, int] = {None: 0, 8: 0}
     for seed in range(3):
-        mask = Mask.causal(borders(pack("lognormal", 16, seed)))
+        mask = Mask.causal(borders(pack("lognormal", 32, seed)))
         for node_size in across:
-            layout = Layout.balanced(mask, 16, node_size=node_size)
-            result = cost(mask, layout, node_size=4)
+            result = cost(mask, Layout.balanced(mask, 32, node_size=node_size), node_size=8)
             across[node_size] += int(result.received_across.sum())
-            assert result.imbalance <= 1.08
-    assert across[4] < 0.8 * across[None]
+            assert result.imbalance <= 1.05
+    assert across[8] < 0.7 * across[None]
+
+
+def test_one_document_per_node_stays_there() -> None:
+    mask = Mask.causal(borders([4 * TOKENS_PER_RANK] * 4))
+    result = cost(mask, Layout.balanced(mask, 16, node_size=4), node_size=4)
+    assert result.imbalance <= 1.03
+    assert not result.sent_across.any()
 
 
 @pytest.mark.parametrize(
