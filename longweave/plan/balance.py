@@ -9,8 +9,8 @@ No single way of dealing out documents is best for every pack, so a few are trie
     mix          whole short documents, long    wins for packs; a few variants
                  ones peeled over few ranks
 
-A candidate that keeps the caps on tokens and area goes before one that does not; then the modelled time decides, then
-the tokens sent in total. Everything is a function of integers: all ranks find the same layout without talking.
+The modelled time decides, among candidates that keep the cap on tokens if there are any; area over its cap makes a
+candidate dearer than its time. Next count the tokens sent in total and the number of spans. Everything is a function of integers: all ranks find the same layout without talking.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ from longweave.plan.ranges import Ints, check_world_size
 
 MODEL = CostModel()
 LPT_CHUNKS_PER_RANK = 8
+LPT_MOST_CHUNKS = 128  # a rank: with more, documents are so short that whole ones level by themselves
 # (ranks of a long document relative to the balanced number, how much denser than the pack a document must be to count
 # as long). In order of promise: the search ends when a candidate comes close to what no layout can beat.
 MIXES = ((1.0, 1.0), (1.0, 0.5), (0.95, 1.0), (1.0, 1.3), (0.9, 1.0))
-CLOSE_ENOUGH = 1.02  # of the time that perfect balance and no traffic would take
+# Of the time that perfect balance and no traffic would take: below the first, candidates differ only in what they send;
+# below the second, no further variants of a heuristic are tried.
+AS_GOOD_AS_PERFECT = 1.005
+CLOSE_ENOUGH = 1.02
 LEVELED = 1  # mixes that are leveled besides the first
 OVER_CAP = 5.0  # each percent of area over the cap must buy this many percent of time
 
@@ -48,7 +52,7 @@ class Limits:
 
     area: float  # pairs on any rank
     tokens: int  # tokens on any rank
-    seconds: float = 0.0  # candidates that take no longer than this differ only in the tokens they send
+    seconds: float  # candidates that take no longer than this differ only in the tokens they send
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +75,10 @@ class Candidate:
         return self.seconds * (1 + OVER_CAP * max(0.0, over))
 
     @property
-    def key(self) -> tuple[bool, float, int]:
+    def key(self) -> tuple[bool, float, int, int]:
         over = max(self.layout.counts) > self.limits.tokens
-        return over, max(self.price, self.limits.seconds), int(self.cost.sent_across.sum())
+        sent, spans = int(self.cost.sent_across.sum()), len(self.layout.table.starts)
+        return over, max(self.price, self.limits.seconds), sent, spans
 
 
 def solve(
@@ -132,10 +137,11 @@ class Portfolio:
     ) -> None:
         self.mask, self.world, self.chunk = mask, world, chunk
         self.imbalance, self.slack, self.node = imbalance, slack, node
-        self.close = CLOSE_ENOUGH * mask.area / world * MODEL.seconds_per_pair
+        perfect = mask.area / world * MODEL.seconds_per_pair
+        self.close = CLOSE_ENOUGH * perfect
         # With nodes, close enough is good enough, and what is sent between nodes decides.
-        tokens = -(-mask.total // world) + slack
-        self.limits = Limits((1 + imbalance) * mask.area / world, tokens, self.close if node else 0.0)
+        self.good = self.close if node else AS_GOOD_AS_PERFECT * perfect
+        self.limits = Limits((1 + imbalance) * mask.area / world, -(-mask.total // world) + slack, self.good)
         self.best: Candidate | None = None
 
     def candidates(self) -> Iterator[Candidate]:
@@ -145,6 +151,8 @@ class Portfolio:
             return
         grid = make_grid(self.mask, self.world, self.chunk)
         yield from self._mixes(grid)
+        if self.beats(self.good):
+            return
         yield from self._lpt()
         if not self.beats(_zigzag_bound(grid)):
             yield self.scored("zigzag", Layout.zigzag(self.mask.cu_seqlens, self.world))
@@ -156,8 +164,8 @@ class Portfolio:
         return candidate
 
     def beats(self, seconds: float) -> bool:
-        """Does some candidate so far keep the caps and take less time?"""
-        return self.best is not None and self.best.key < (False, seconds)
+        """Does some candidate so far keep the caps and take no more time?"""
+        return self.best is not None and self.best.key[:2] <= (False, seconds)
 
     def _mixes(self, grid: Grid) -> Iterator[Candidate]:
         tried: list[tuple[Candidate, Ints]] = []
@@ -183,6 +191,8 @@ class Portfolio:
     def _lpt(self) -> Iterator[Candidate]:
         chunks = self.mask.total // (LPT_CHUNKS_PER_RANK * self.world) // self.chunk
         grid = make_grid(self.mask, self.world, self.chunk * max(1, chunks))
+        if len(grid.cuts) > LPT_MOST_CHUNKS * self.world:
+            return
         owner = lpt(grid, self.limits.tokens)
         yield self.scored("lpt", grid.layout(owner))
         if not self.beats(self.close):

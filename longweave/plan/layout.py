@@ -153,13 +153,14 @@ class Layout:
         """The dispatch solver: equal work and equal tokens for all ranks, and little K/V to move between them.
 
         Documents are cut into chunks of `chunk_size` tokens (by default about 1/64 of a rank's tokens) and stay whole
-        where they can. No rank exceeds the mean mask area by more than `imbalance` of it, nor an equal share of the
-        tokens by more than `token_slack` (by default one chunk), unless no layout that was tried keeps both. Among
-        those that do, the largest of compute and traffic of any rank decides (`plan.cost.CostModel`). With `node_size`
-        ranks to a node, traffic inside a node counts less, and long documents stay inside one where they can.
+        where they can. Of several layouts the one whose slowest rank is fastest wins, by the larger of its compute and
+        its traffic (`plan.cost.CostModel`). No rank holds more than `token_slack` tokens (by default one chunk) over an
+        equal share. A rank may exceed the mean mask area by `imbalance` of it; a layout over that must be faster by
+        five times the excess to be taken, as where documents are so short that moving them costs more than computing.
+        With `node_size` ranks to a node, traffic inside a node counts less, and documents stay inside where they can.
 
-        >>> Layout.balanced(Mask.causal([0, 6, 8, 10, 12]), world_size=2).spans
-        (((0, 1), (5, 6), (8, 12)), ((1, 5), (6, 8)))
+        >>> Layout.balanced(Mask.causal([0, 6000, 8000, 12000]), world_size=2).spans
+        (((0, 1408), (4480, 8000), (10432, 11456)), ((1408, 4480), (8000, 10432), (11456, 12000)))
 
         Works for every mask, needs no communication, and gives the same layout on every rank.
         """

@@ -21,7 +21,7 @@ from longweave.plan.cost import Cost, CostModel
 from longweave.plan.grid import Grid
 from longweave.plan.ranges import Ints
 
-ENOUGH = 1.01  # of the mean area: below this, leave the spans whole
+ENOUGH = 1.005  # of the mean area: below this, leave the spans whole
 PARTNERS = 4  # trades are sought with this many ranks, those with least area
 TRIED = 1000  # trades of each search whose traffic is looked at, those that gain most
 SHORT = 1 / 8  # of a rank's tokens: documents up to this length may move
