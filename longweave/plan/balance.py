@@ -10,7 +10,8 @@ No single way of dealing out documents is best for every pack, so a few are trie
                  ones peeled over few ranks
 
 The modelled time decides, among candidates that keep the cap on tokens if there are any; area over its cap makes a
-candidate dearer than its time. Next count the tokens sent in total and the number of spans. Everything is a function of integers: all ranks find the same layout without talking.
+candidate dearer than its time. Next count the tokens sent in total and the number of spans. Everything is a function of
+integers: all ranks find the same layout without talking.
 """
 
 from __future__ import annotations

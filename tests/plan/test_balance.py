@@ -14,7 +14,7 @@ from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
 from longweave import InputError, Layout, Mask
-from longweave.plan.balance import MODEL, Portfolio
+from longweave.plan.balance import AS_GOOD_AS_PERFECT, MODEL, Candidate, Portfolio
 from longweave.plan.cost import areas, cost, load_bound, receive_bound, traffic
 from longweave.plan.grid import auto_chunk_size, make_grid
 
@@ -182,8 +182,9 @@ def test_never_slower_than_plain_heuristics(kind: str) -> None:
     for world in (2, 8):
         mask = Mask.causal(borders(pack(kind, world)))
         ours = cost(mask, Layout.balanced(mask, world)).seconds(MODEL)
+        good = AS_GOOD_AS_PERFECT * mask.area / world * MODEL.seconds_per_pair  # from here on traffic decides
         for other in (Layout.contiguous(mask.total, world), Layout.zigzag(mask.cu_seqlens, world)):
-            assert ours <= cost(mask, other).seconds(MODEL) * (1 + 1e-9)
+            assert ours <= max(good, cost(mask, other).seconds(MODEL))
 
 
 def test_cuts_lie_on_the_chunk_grid() -> None:
@@ -231,8 +232,9 @@ def check_quality(kind: str, world: int, seed: int, slack: float, imbalance: flo
     assert result.seconds(MODEL) <= slack * max(compute, moved)
     assert result.imbalance <= imbalance
     assert max(layout.counts) <= most
-    if kind in ("tiny", "equal"):
-        assert not result.sent.any(), "whole documents fit on ranks: nothing needs to move"
+    # Whole documents fit on ranks; at most a tiny one that lies across a border is shared.
+    whole = {"equal": 0, "tiny": 40}
+    assert result.sent.max() <= whole.get(kind, mask.total * world)
 
 
 @pytest.mark.parametrize("world", [2, 8, 32])
@@ -249,9 +251,16 @@ def test_quality_on_128_ranks(kind: str) -> None:
     check_quality(kind, 128, 0, slack=1.6 if kind == "lognormal" else 1.1, imbalance=1.08)
 
 
+def every_member(mask: Mask, world: int) -> list[Candidate]:
+    """The portfolio, without leaving out what comes after a very good candidate."""
+    portfolio = Portfolio(mask, world, 128, slack=128)
+    portfolio.close = portfolio.good = 0.0
+    return list(portfolio.candidates())
+
+
 def test_traffic_is_far_below_that_of_chunks_without_documents() -> None:
     mask = Mask.causal(borders(pack("lognormal", 32)))
-    members = {m.name: m.seconds for m in Portfolio(mask, 32, 128, slack=128).candidates()}
+    members = {m.name: m.seconds for m in every_member(mask, 32)}
     assert cost(mask, Layout.balanced(mask, 32)).seconds(MODEL) < 0.7 * members["lpt"]
 
 
@@ -259,9 +268,7 @@ def test_swaps_lower_the_traffic_of_lpt() -> None:
     received = {"lpt": 0, "lpt, swapped": 0}
     for seed in range(3):
         mask = Mask.causal(borders(pack("lognormal", 16, seed)))
-        portfolio = Portfolio(mask, 16, 128, slack=128)
-        portfolio.close = 0.0  # no member is skipped
-        for member in portfolio.candidates():
+        for member in every_member(mask, 16):
             if member.name in received:
                 received[member.name] += int(member.cost.received.sum())
                 assert member.cost.imbalance < 1.05
