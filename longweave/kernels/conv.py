@@ -187,9 +187,7 @@ def _strips(tokens: int, x: Tensor) -> Iterator[tuple[int, int]]:
         yield lo, min(lo + size, tokens)
 
 
-def _inner(
-    x: Tensor, taps: Tensor, offset: Tensor | None, *, needed: bool = True
-) -> Iterator[tuple[int, int, Tensor]]:
+def _inner(x: Tensor, taps: Tensor, offset: Tensor | None, *, needed: bool = True) -> Iterator[tuple[int, int, Tensor]]:
     """(lo, hi, z) strip by strip, as if there were no borders: right for all but edge tokens."""
     width = len(taps)
     for lo, hi in _strips(len(x), x):

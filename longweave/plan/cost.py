@@ -7,7 +7,7 @@ A rank must hold K/V of every token that one of its queries may see. What it doe
                              received from 0, 1   own   received from 1, and two tokens from 0
 
 Cut by a run of queries, a slice needs a run of keys, so the needs of a rank are a few sorted runs. Nothing is compared
-rank by rank: the needs of all ranks lie end to end on one long axis (`_Needs`), where one binary search per span gives
+rank by rank: the needs of all ranks lie end to end on one long axis (`Needs`), where one binary search per span gives
 what a rank owns of its own needs, and a running sum over all ranks gives how often each token is read.
 """
 
@@ -74,7 +74,7 @@ def cost(mask: Mask, layout: Layout, node_size: int | None = None) -> Cost:
     starts, stops, ranks = layout.table.sorted
     world = layout.world_size
     area = _by_rank(sl.area(rows), rank, world)
-    needs = _Needs(rows[:, sl.K0], rows[:, sl.K1], rank, layout.total, world)
+    needs = Needs(rows[:, sl.K0], rows[:, sl.K1], rank, layout.total, world)
     read = needs.read_before(stops) - needs.read_before(starts)  # by any rank, by the owner itself too
     own = needs.of_rank(ranks, starts, stops)
     sent, received = _by_rank(read - own, ranks, world), needs.tokens - _by_rank(own, ranks, world)
@@ -116,7 +116,7 @@ def _by_rank(counts: Ints, ranks: Ints, world: int) -> Ints:
     return np.bincount(ranks, weights=counts, minlength=world).astype(np.int64)
 
 
-class _Needs:
+class Needs:
     """The keys that each rank needs, as sorted runs that neither overlap nor touch, rank after rank on one axis."""
 
     def __init__(self, starts: Ints, stops: Ints, ranks: Ints, total: int, world: int) -> None:

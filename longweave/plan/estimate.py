@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longweave.plan.cost import cost
 from longweave.plan.heads import split_heads
-from longweave.plan.layout import SpanTable
+from longweave.plan.layout import Layout, SpanTable
 from longweave.plan.mask import Mask
-from longweave.plan.work import areas
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,19 @@ class Estimate:
 
 
 def estimates(mask: Mask, table: SpanTable, shape: Shape, machine: Machine) -> list[Estimate]:
-    """All strategies, fastest first; equal ones in the order ring, allgather, ulysses."""
+    """All strategies, fastest first; equal ones in the order groupcast, ring, allgather, ulysses."""
     ranks = table.world_size
-    work = areas(mask, table) * shape.flops_per_pair / machine.flops
+    layout_cost = cost(mask, Layout(table))
+    work = layout_cost.area * shape.flops_per_pair / machine.flops
     slowest, total = float(work.max(initial=0)), float(work.sum())
     tokens = max(table.counts)
     received = max(table.total - count for count in table.counts) * shape.kv_bytes
     gather = received / machine.bytes_per_second
     steps = ranks - 1
+    # Group-cast: only what is needed; the first stage hides behind the rank's own keys.
+    needed = int(max(layout_cost.sent.max(initial=0), layout_cost.received.max(initial=0))) * shape.kv_bytes
+    cast = needed / machine.bytes_per_second
+    groupcast = Estimate("groupcast", slowest, cast, stages_for(slowest, cast) * machine.latency)
     # Ring: the slowest rank holds up the circle, every hop costs a latency; the first transfer hides behind step 0.
     ring = Estimate("ring", slowest, gather, steps * machine.latency)
     # All-gather: one group of heads in four stands alone in front.
@@ -90,4 +95,13 @@ def estimates(mask: Mask, table: SpanTable, shape: Shape, machine: Machine) -> l
     ulysses = Estimate(
         "ulysses", total * busiest / shape.heads, 0.0, moved / machine.bytes_per_second + 2 * machine.latency
     )
-    return sorted([ring, allgather, ulysses], key=lambda e: e.seconds)
+    candidates = [ring, allgather, ulysses]
+    # Where nearly every key is needed everywhere, a ring brings the same with two buffers instead of all of it.
+    if needed < 0.8 * received or not received:
+        candidates.insert(0, groupcast)
+    return sorted(candidates, key=lambda e: e.seconds)
+
+
+def stages_for(compute: float, traffic: float) -> int:
+    """Stages of a group-cast: traffic that hides behind the work on own keys needs one, more traffic more."""
+    return 1 if traffic <= compute / 2 else 2 if traffic <= compute else 4

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longweave.plan.cost import areas, traffic
 from longweave.plan.heads import split_heads
 from longweave.plan.schedule import Plan
-from longweave.plan.work import areas, work_by_source, work_on_all
+from longweave.plan.work import work_by_source, work_on_all
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def make_report(plan: Plan) -> Report:
 
 def rank_areas(plan: Plan) -> list[int]:
     """Allowed pairs that each rank computes, in units of all heads."""
-    own: list[int] = areas(plan.mask, plan.layout.table).tolist()
+    own: list[int] = areas(plan.mask, plan.layout).tolist()
     size = plan.ulysses_size
     if size == 1:
         return own
@@ -82,6 +83,9 @@ def rank_areas(plan: Plan) -> list[int]:
 
 def kv_tokens(plan: Plan, rank: int) -> tuple[int, int]:
     """K/V tokens (of all K/V heads) that a rank receives and sends on the way to other ranks' queries."""
+    if plan.strategy == "groupcast":
+        sent, received = traffic(plan.mask, plan.layout)
+        return int(received[rank]), int(sent[rank])
     counts = plan.layout.counts
     total, ranks = plan.layout.total, plan.world_size
     if plan.ulysses_size > 1:
