@@ -71,9 +71,11 @@ class Candidate:
 
     @property
     def price(self) -> float:
-        """The modelled time, more if some rank has too much area: a little over the cap may buy a lot of time."""
+        """The modelled time, more if some rank has too much area, which may buy a lot of time, or too few tokens."""
         over = int(self.cost.area.max()) / self.limits.area - 1 if self.limits.area else 0.0
-        return self.seconds * (1 + OVER_CAP * max(0.0, over))
+        mean = self.layout.total / self.layout.world_size
+        under = (2 * mean - self.limits.tokens - min(self.layout.counts)) / mean if mean else 0.0
+        return self.seconds * (1 + OVER_CAP * max(0.0, over)) * (1 + max(0.0, under))
 
     @property
     def key(self) -> tuple[bool, float, int, int]:

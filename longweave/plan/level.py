@@ -13,6 +13,7 @@ slowest one. For other masks this is an estimate, and the exact cost decides aft
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -42,40 +43,42 @@ class Leveler:
 
     # -- tokens ------------------------------------------------------------------------------------
 
-    def level_tokens(self, limit: int) -> None:
-        """Bring every rank to at most `limit` tokens, one small step at a time."""
+    def level_tokens(self, least: int, most: int) -> None:
+        """Bring every rank to `least … most` tokens, from the fullest to the emptiest, one small step at a time."""
         for _ in range(4 * self.grid.world_size):
-            full = int(self.tokens.argmax())
-            if self.tokens[full] <= limit:
+            full, empty = int(self.tokens.argmax()), int(self.tokens.argmin())
+            over, under = int(self.tokens[full]) - most, least - int(self.tokens[empty])
+            if over <= 0 and under <= 0:
                 return
-            begin, end, rank = self._short_document(full, limit) or self._lightest_chunk(full)
+            spare = min(most - int(self.tokens[empty]), int(self.tokens[full]) - least)
+            found = self._short_document(full, max(over, under), spare)
+            if found is None and over <= 0:
+                return  # too few tokens cost nobody time: not worth cutting a document
+            begin, end = found or self._lightest_chunk(full)
             tokens, area = int(self.chunk_tokens[begin:end].sum()), int(self.chunk_area[begin:end].sum())
-            self.owner[begin:end] = rank
-            self.tokens[[full, rank]] += (-tokens, tokens)
-            self.area[[full, rank]] += (-area, area)
+            self.owner[begin:end] = empty
+            self.tokens[[full, empty]] += (-tokens, tokens)
+            self.area[[full, empty]] += (-area, area)
 
-    def _short_document(self, full: int, limit: int) -> tuple[int, int, int] | None:
-        """A document of rank `full` alone and the emptiest rank: the smallest that is enough, or else the largest."""
-        first = self.grid.first
-        lengths = self.grid.tokens
+    def _short_document(self, full: int, wanted: int, most: int) -> tuple[int, int] | None:
+        """A document that lies on rank `full` alone, of at most `most` tokens: the smallest that has the `wanted`
+        tokens, or else the largest.
+        """
+        first, lengths = self.grid.first, self.grid.tokens
         found = np.unique(self.document[self.owner == full])
-        found = found[lengths[found] <= SHORT * self.grid.tokens_mean]
-        # A short document lies on one rank or was peeled: whole if both ends are here and nothing between is not.
+        found = found[lengths[found] <= min(most, SHORT * self.grid.tokens_mean)]
         found = found[[bool((self.owner[first[d] : first[d + 1]] == full).all()) for d in found.tolist()]]
-        rank = int(self.tokens.argmin())
-        found = found[lengths[found] <= limit - self.tokens[rank]]
         if not len(found):
             return None
-        excess = self.tokens[full] - limit
-        enough = found[lengths[found] >= excess]
+        enough = found[lengths[found] >= wanted]
         best = int(enough[lengths[enough].argmin()] if len(enough) else found[lengths[found].argmax()])
-        return int(first[best]), int(first[best + 1]), rank
+        return int(first[best]), int(first[best + 1])
 
-    def _lightest_chunk(self, full: int) -> tuple[int, int, int]:
-        """The chunk with least area, so one that sees few keys, and the emptiest rank."""
+    def _lightest_chunk(self, full: int) -> tuple[int, int]:
+        """The chunk with least area, so one that sees few keys."""
         mine = np.flatnonzero(self.owner == full)
         chunk = int(mine[self.chunk_area[mine].argmin()])
-        return chunk, chunk + 1, int(self.tokens.argmin())
+        return chunk, chunk + 1
 
     # -- area --------------------------------------------------------------------------------------
 
@@ -165,8 +168,8 @@ class _Trade(NamedTuple):
 
 
 def level(grid: Grid, owner: Ints, cost: Cost, model: CostModel, token_limit: int, area_limit: float) -> Ints:
-    """A new owner of every chunk: fewer tokens where there were too many, and a smaller largest area."""
+    """A new owner of every chunk: token counts nearer to equal, and a smaller largest area."""
     leveler = Leveler(grid, owner, cost, model)
-    leveler.level_tokens(token_limit)
+    leveler.level_tokens(math.ceil(2 * grid.tokens_mean) - token_limit, token_limit)
     leveler.level_area(area_limit)
     return leveler.owner

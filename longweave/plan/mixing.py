@@ -10,7 +10,7 @@ ones. Peeling a long document gives each of its ranks some chunks from the front
 How many chunks in all sets the rank's tokens, how many of them from the back sets its area: both are met at once,
 whatever the short documents have left open. Three steps:
 
-1. reserve: each long document gets k ranks, those with least traffic, and a k-th of it is set aside on each.
+1. reserve: each long document gets about k ranks, those with least traffic, and a share of it is set aside on each.
    A rank of it receives and sends nearly its length, however large k is, so k follows the balance:
    with r the area per token of a document, R of the pack and s of the short documents, a rank that mixes x tokens of
    the document with T - x short ones has the mean area if x = T (R - s) / (r - s); then k = length / x.

@@ -232,6 +232,7 @@ def check_quality(kind: str, world: int, seed: int, slack: float, imbalance: flo
     assert result.seconds(MODEL) <= slack * max(compute, moved)
     assert result.imbalance <= imbalance
     assert max(layout.counts) <= most
+    assert min(layout.counts) >= TOKENS_PER_RANK - 2 * auto_chunk_size(mask.total, world)
     # Whole documents fit on ranks; at most a tiny one that lies across a border is shared.
     whole = {"equal": 0, "tiny": 40}
     assert result.sent.max() <= whole.get(kind, mask.total * world)
