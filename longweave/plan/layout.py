@@ -115,7 +115,7 @@ class Layout:
 
     >>> layout = Layout.zigzag([0, 12, 18, 22], world_size=2)
     >>> layout.spans
-    (((0, 3), (9, 14), (17, 19), (21, 22)), ((3, 9), (14, 17), (19, 21)))
+    ((Span(start=0, stop=3), …), (Span(start=3, stop=9), …))
 
     Equal layouts hash alike and have the same `fingerprint`; they share one table, so making the same layout again is
     cheap. The object itself only adds `agreed_on`: the process groups whose ranks were all seen to hold this layout

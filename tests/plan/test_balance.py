@@ -4,7 +4,6 @@ import itertools
 import math
 import pickle
 import random
-import time
 
 import numpy as np
 import pytest
@@ -376,23 +375,6 @@ def test_one_document_per_node_stays_there() -> None:
     result = cost(mask, Layout.balanced(mask, 16, node_size=4), node_size=4)
     assert result.imbalance <= 1.03
     assert not result.sent_across.any()
-
-
-@pytest.mark.parametrize(
-    ("total", "documents", "world", "limit_ms"), [(1 << 20, 1000, 128, 500), (1 << 18, 94, 32, 100)]
-)
-def test_solver_time(total: int, documents: int, world: int, limit_ms: int) -> None:
-    """Three times the target, so that a busy machine does not fail; the best of three."""
-    rng = np.random.default_rng(0)
-    weights = rng.lognormal(0, 1.3, documents)
-    seconds = []
-    for _ in range(3):
-        lengths = rng.multinomial(total, rng.permutation(weights) / weights.sum())
-        mask = Mask.causal(borders(lengths.tolist()))
-        begin = time.perf_counter()
-        Layout.balanced(mask, world)
-        seconds.append(time.perf_counter() - begin)
-    assert 1e3 * min(seconds) < 3 * limit_ms
 
 
 @pytest.mark.parametrize(
