@@ -40,7 +40,11 @@ class CastStage:
 
 @dataclass(frozen=True, eq=False)
 class Cast:
-    """One rank's whole schedule: its work on its own keys, then stage by stage on others'."""
+    """One rank's whole schedule: its work on its own keys, then stage by stage on others'.
+
+    A stage in which no rank sends anything is left out, on every rank: packs whose documents each lie on one rank have
+    no stages at all.
+    """
 
     own: Ints
     stages: tuple[CastStage, ...]
@@ -64,9 +68,8 @@ def cast(mask: Mask, table: SpanTable, rank: int, stages: int) -> Cast:
     """The schedule of one rank."""
     needed = _needed(mask, table, stages)
     rows = own_rows(mask, table, rank)
-    return Cast(
-        _work_on_own(rows, table, rank), tuple(_stage(needed, rows, table, rank, stage) for stage in range(stages))
-    )
+    used = np.unique(needed.stages).tolist()
+    return Cast(_work_on_own(rows, table, rank), tuple(_stage(needed, rows, table, rank, stage) for stage in used))
 
 
 @lru_cache(maxsize=32)

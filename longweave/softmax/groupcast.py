@@ -72,12 +72,12 @@ def groupcast_forward(
     result = Partial.empty(q, v.shape[-1])
     kv = torch.cat([k, v], -1).transpose(0, 1)
     received: list[Tensor] = []
-    arriving = stages[0].receive(kv)
+    arriving = [stages[0].receive(kv)] if stages else []
     kernel.forward(result, q, k, v, own, fresh=True)
     for step, stage in enumerate(stages):
-        received.append(arriving.wait())
+        received.append(arriving.pop().wait())
         if step + 1 < len(stages):
-            arriving = stages[step + 1].receive(kv)
+            arriving.append(stages[step + 1].receive(kv))
         kernel.forward(result, q, *stage.split(received[step], k.shape[-1]), stage.tasks)
     return result, received
 
@@ -102,15 +102,15 @@ def groupcast_backward(
 
     kv = torch.cat([k, v], -1).transpose(0, 1)
     returned = kv.new_zeros(kv.shape, dtype=dk.dtype)
-    arriving = None
+    arriving: list[Pending[Tensor]] = []
     if not received:
-        arriving = stages[0].receive(kv)
+        arriving = [stage.receive(kv) for stage in stages[:1]]
         compute(k, v, (dk, dv), own)  # while the first stage is on its way
     leaving: Pending[Tensor] | None = None
     for step, stage in enumerate(stages):
-        arrived = arriving.wait() if arriving else received[step]
-        if arriving and step + 1 < len(stages):
-            arriving = stages[step + 1].receive(kv)
+        arrived = received[step] if received else arriving.pop().wait()
+        if not received and step + 1 < len(stages):
+            arriving.append(stages[step + 1].receive(kv))
         keys, values = stage.split(arrived, k.shape[-1])
         grads = zeros_like_sum(keys), zeros_like_sum(values)
         compute(keys, values, grads, stage.tasks)
