@@ -6,6 +6,8 @@ Forward and backward, float32, 8:2 heads, head dim 64, on a balanced layout. Eve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +92,7 @@ def footprint(cu: list[int], strategy: str, layout: str) -> tuple[int, int]:
 
 def _peak(profile: torch.profiler.profile) -> int:
     """The most bytes alive at once, over those alive at the start."""
-    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr, assignment]
+    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     alive = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         alive += event.nbytes()
