@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +18,63 @@ console = Console()
 @app.callback()
 def main() -> None:
     """Context parallelism for PyTorch."""
+
+
+@app.command("train")
+def train(
+    model: str = typer.Option("qwen3_5", help="qwen3_5 (hybrid), qwen3_next, llama, qwen3, qwen3_moe, mistral."),
+    ranks: int = typer.Option(2, help="Local ranks to start; ignored under torchrun."),
+    dp: int = typer.Option(1, help="Data-parallel rows; the other ranks divide the sequence."),
+    steps: int = 50,
+    tokens: int = typer.Option(2048, help="Tokens in one pack."),
+    accumulate: int = typer.Option(1, help="Packs per step and data-parallel row."),
+    hidden: int = 64,
+    layers: int = 4,
+    lr: float = 3e-3,
+    clip: float = typer.Option(1.0, help="Largest gradient norm, over the whole mesh."),
+    seed: int = 0,
+    bf16: bool = typer.Option(False, help="bfloat16 autocast."),
+    checkpointing: bool = typer.Option(False, help="Recompute activations in backward."),
+    layout: str = typer.Option("auto", help="auto, zigzag, contiguous or balanced."),
+    strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
+    out: Path = typer.Option(Path("out/train"), help="Folder for metrics, plot and checkpoints."),  # noqa: B008
+    save_every: int = typer.Option(0, help="Steps between checkpoints; 0 is never."),
+    resume: Path = typer.Option(None, help="A checkpoint folder; the number of ranks may differ."),  # noqa: B008
+) -> None:
+    """Train a small byte-level model on Python's own sources, with the sequence split across ranks."""
+    from longweave.errors import LongweaveError
+    from longweave.tools.train import launch
+    from longweave.tools.train.config import TrainConfig
+
+    config = TrainConfig(
+        model=model,
+        hidden=hidden,
+        layers=layers,
+        steps=steps,
+        tokens=tokens,
+        dp=dp,
+        accumulate=accumulate,
+        lr=lr,
+        clip=clip,
+        seed=seed,
+        bf16=bf16,
+        checkpointing=checkpointing,
+        layout=layout,
+        strategy=strategy,
+        out=out,
+        save_every=save_every,
+        resume=resume,
+    )
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    try:
+        history = launch.run_under_torchrun(config) if under_torchrun else launch.run_local(config, ranks)
+    except LongweaveError as error:
+        console.print(f"[red]{error}[/red]")
+        raise typer.Exit(2) from error
+    if int(os.environ.get("RANK", "0")) == 0:
+        console.print(launch.line(history[-1]) if history else "nothing left to do")
+        launch.plot_losses({f"{model}, seed {seed}": history}, out / "loss.png")
+        console.print(f"wrote {out / 'metrics.jsonl'} and {out / 'loss.png'}")
 
 
 @bench.command("attention")
