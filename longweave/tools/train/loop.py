@@ -88,18 +88,14 @@ def train_step(
     learning_rate = config.learning_rate(step)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    packs = [
-        [draw_pack(config.tokens, config.seed, step, row, turn) for turn in range(config.accumulate)]
-        for row in range(config.dp)
-    ]
-    # The loss is a mean over all targets of the step, so every pack weighs by its number of targets.
-    targets = sum(pack.targets for row in packs for pack in row)
+    packs = [draw_pack(config.tokens, config.seed, step, i) for i in range(config.dp * config.accumulate)]
+    targets = sum(pack.targets for pack in packs)  # of the whole step: the loss is a mean over all of them
     total = torch.zeros(())
     received = gathered = 0
     imbalance = 1.0
-    for pack in packs[mesh["dp"].get_local_rank()]:
-        batch, loss = forward(config, model, pack, mesh)
-        loss = loss * (pack.targets / targets)
+    row = mesh["dp"].get_local_rank()
+    for pack in packs[row * config.accumulate : (row + 1) * config.accumulate]:
+        batch, loss = forward(config, model, pack, mesh, targets)
         # FSDP2 takes the mean over all ranks; the convention is SUM.
         torch.autograd.backward(loss * dist.get_world_size())
         total += loss.detach().float()
@@ -116,8 +112,10 @@ def train_step(
     return Metrics(step, float(total), learning_rate, _number(norm), speed, imbalance, received, gathered)
 
 
-def forward(config: TrainConfig, model: nn.Module, pack: Pack, mesh: DeviceMesh) -> tuple[Any, torch.Tensor]:
-    """This rank's part of the loss of one pack."""
+def forward(
+    config: TrainConfig, model: nn.Module, pack: Pack, mesh: DeviceMesh, targets: int
+) -> tuple[Any, torch.Tensor]:
+    """The batch, and this rank's part of the loss: a local sum over the targets of the whole step."""
     batch = lw.shard_batch(
         torch.from_numpy(pack.input_ids),
         pack.cu_seqlens,
@@ -127,7 +125,7 @@ def forward(config: TrainConfig, model: nn.Module, pack: Pack, mesh: DeviceMesh)
     )
     with torch.autocast("cpu", torch.bfloat16) if config.bf16 else nullcontext():
         logits = model(**batch.inputs).logits
-    return batch, batch.loss(logits)
+    return batch, batch.loss(logits, num_items=targets)
 
 
 def _number(norm: torch.Tensor) -> float:
