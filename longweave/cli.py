@@ -20,6 +20,45 @@ def main() -> None:
     """Context parallelism for PyTorch."""
 
 
+@app.command("plan")
+def plan(
+    lengths: list[int] = typer.Argument(..., help="Document lengths, such as 137 2041 89."),  # noqa: B008
+    ranks: int = 4,
+    layout: str = typer.Option("balanced", help="balanced, zigzag or contiguous."),
+    strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    png: Path = typer.Option(None, help="Also draw who computes which pair."),  # noqa: B008
+) -> None:
+    """Who holds and computes what for a pack of documents, what it sends, and why. Needs no ranks."""
+    from itertools import accumulate
+
+    from longweave.errors import LongweaveError
+    from longweave.plan import Layout, Mask, make_plan
+    from longweave.tools.draw import draw_layout, plot_plan
+
+    cu_seqlens = [0, *accumulate(lengths)]
+    try:
+        mask = Mask.causal(cu_seqlens)
+        makers = {
+            "balanced": lambda: Layout.balanced(mask, ranks),
+            "zigzag": lambda: Layout.zigzag(cu_seqlens, ranks),
+            "contiguous": lambda: Layout.contiguous(cu_seqlens[-1], ranks),
+        }
+        if layout not in makers:
+            raise typer.BadParameter(f"layout is {layout!r}; choose one of {', '.join(makers)}")
+        made = make_plan(mask, makers[layout](), strategy, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    except LongweaveError as error:
+        console.print(f"[red]{error}[/red]")
+        raise typer.Exit(2) from error
+    typer.echo(draw_layout(made.layout, cu_seqlens, width=80))
+    typer.echo(f"\n{made.report()}")
+    if png:
+        plot_plan(mask, made.layout, png)
+        typer.echo(f"wrote {png}")
+
+
 @app.command("train")
 def train(
     model: str = typer.Option("qwen3_5", help="qwen3_5 (hybrid), qwen3_next, llama, qwen3, qwen3_moe, mistral."),
