@@ -74,9 +74,7 @@ class Block:
         flat = self.tokens.reshape(-1)
         count = int((flat >= 0).sum())
         start = int(flat[0])
-        return (
-            (start, start + count) if np.array_equal(flat[:count], np.arange(start, start + count)) else None
-        )
+        return (start, start + count) if np.array_equal(flat[:count], np.arange(start, start + count)) else None
 
     def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """(tokens, H, ...) -> (n, H, C, ...) in `dtype`; padding is zero."""
@@ -198,9 +196,7 @@ class ChunkTable:
         return Indices(self.order, np.argsort(self.order, kind="stable"))
 
 
-def chunk_table(
-    spans: Iterable[Sequence[int]], chunk: int | None = None, *, device: str = "cpu"
-) -> ChunkTable:
+def chunk_table(spans: Iterable[Sequence[int]], chunk: int | None = None, *, device: str = "cpu") -> ChunkTable:
     """The table of `spans` (start, stop): one segment each, disjoint, in any order; empty ones are allowed.
 
     Without `chunk`, the size with the least work on this type of device: 16, 32 or 64, padding counted.
@@ -220,9 +216,7 @@ def _chunk_table(spans: tuple[Span, ...], chunk: int | None, device: str) -> Chu
     end = 0
     for start, stop in sorted(span for span in spans if span[0] != span[1]):
         if start < end or stop < start:
-            raise InputError(
-                f"span ({start}, {stop}) runs backwards or overlaps another; give disjoint spans"
-            )
+            raise InputError(f"span ({start}, {stop}) runs backwards or overlaps another; give disjoint spans")
         end = stop
     return ChunkTable(spans, chunk)
 

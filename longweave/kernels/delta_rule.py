@@ -182,9 +182,7 @@ def gated_delta_rule(
     if g is None:
         g = beta.new_zeros(()).expand(beta.shape)
     if backend == "fla":
-        return fla.gated_delta_rule(
-            q, k, v, g, beta, spans, initial_state, output_final_state, scale, qk_l2norm
-        )
+        return fla.gated_delta_rule(q, k, v, g, beta, spans, initial_state, output_final_state, scale, qk_l2norm)
     if backend != "torch":
         raise InputError(f'backend is "{backend}"; choose "auto", "torch", "recurrent" or "fla"')
     mixer = GatedDeltaRule(scale, qk_l2norm)

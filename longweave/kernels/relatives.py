@@ -198,9 +198,7 @@ def lightning_attention(
     if log_decay is None:
         return mix(LinearAttention(scale), (q, k, v), table, initial_state, want_final=output_final_state)
     if tuple(log_decay.shape) != (v.shape[1],):
-        raise InputError(
-            f"log_decay has shape {tuple(log_decay.shape)}; it must be ({v.shape[1]},), one per head of v"
-        )
+        raise InputError(f"log_decay has shape {tuple(log_decay.shape)}; it must be ({v.shape[1]},), one per head of v")
     g = log_decay.expand(len(q), -1)
     return mix(HeadDecay(scale), (q, k, v, g), table, initial_state, want_final=output_final_state)
 
@@ -232,9 +230,7 @@ def ssd(
     check_mixer(C, B, x, beta=dt, initial_state=initial_state, segments=len(spans))
     for name, per_head in (("A", A), ("D", D)):
         if per_head is not None and tuple(per_head.shape) != (x.shape[1],):
-            raise InputError(
-                f"{name} has shape {tuple(per_head.shape)}; it must be ({x.shape[1]},), one per head of x"
-            )
+            raise InputError(f"{name} has shape {tuple(per_head.shape)}; it must be ({x.shape[1]},), one per head of x")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     step = dt.to(wide)
     inputs = (C, B, x.to(wide) * step.unsqueeze(-1), A.to(wide) * step)

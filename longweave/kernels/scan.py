@@ -99,9 +99,7 @@ def run(
 
 
 @_exact
-def summary(
-    prepared: Prepared, *, maps: Sequence[int] = (), all_maps: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def summary(prepared: Prepared, *, maps: Sequence[int] = (), all_maps: bool = False) -> tuple[Tensor, Tensor | None]:
     """(U, M): the affine maps of the segments. U (segments, H, K, V) is the final state from a zero state.
 
     M, in the form of the mixer's kind, only for the segments in `maps` and in that order (or all): the first
@@ -247,9 +245,7 @@ def _retreat(ds: Tensor, ready: Ready, now: slice, dO: Tensor, d_written: Tensor
         ds.baddbmm_(f.erase[now].mT, dU[now], alpha=-1)
 
 
-def _replay(
-    ready: Ready, block: Block, H: int, start: Tensor | None, state: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
+def _replay(ready: Ready, block: Block, H: int, start: Tensor | None, state: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """States at the start of every chunk of a block, and V'."""
     f = ready.f
     S, written = f.values.new_empty((block.n * H, *state)), _room_for_written(f)
@@ -257,9 +253,7 @@ def _replay(
     for piece, now, _ in _walk(block, H):
         _write(ready, now, S[now], written)
         own = _going_on(piece, H)
-        then = slice(
-            now.stop, now.stop + own.stop - own.start
-        )  # the chunks of the next step follow in the block
+        then = slice(now.stop, now.stop + own.stop - own.start)  # the chunks of the next step follow in the block
         if then.start < then.stop <= len(S):
             torch.mul(S[own], 1 if f.decay is None else f.decay[own], out=S[then])
             S[then].baddbmm_(f.writes[own].mT, written[own])
