@@ -202,6 +202,47 @@ def test_what_autograd_keeps(ranks: Ranks) -> None:
             assert bytes_kept < 1.35 * bytes_of_inputs
 
 
+def order_of_events() -> list[str]:
+    """What this rank does, in order: one document of its own, one that is cut."""
+    from longweave.linear import affine
+
+    cu = [0, 16, 32, 96]
+    layout = lw.Layout.from_spans(96, [[(0, 16), (32, 48), (80, 96)], [(16, 32), (48, 80)]])
+    events: list[str] = []
+    names = ("run", "summary", "backward_run", "backward_summary", "walk")
+    originals = {name: getattr(affine, name) for name in (*names, "exchange")}
+
+    def noting(name: str):
+        def wrapped(*args, **kwargs):
+            if name == "walk" or args[0].table.spans:
+                events.append(name)
+            return originals[name](*args, **kwargs)
+
+        return wrapped
+
+    def exchange(*args, **kwargs):
+        events.append("exchange")
+        return originals["exchange"](*args, **kwargs)
+
+    try:
+        for name in names:
+            setattr(affine, name, noting(name))
+        affine.exchange = exchange
+        leaves = [x[layout.indices(dist.get_rank())].requires_grad_() for x in GDN.inputs(96)]
+        lw.gated_delta_rule(*leaves, layout, cu, method="affine").sum().backward()
+    finally:
+        for name, original in originals.items():
+            setattr(affine, name, original)
+    return events
+
+
+def test_the_exchange_is_in_flight_while_whole_documents_are_computed(ranks: Ranks) -> None:
+    ends, middle = ranks.run(order_of_events, size=2)
+    forward, backward = ["exchange", "run", "walk", "run"], ["exchange", "backward_run", "walk", "backward_run"]
+    assert ends == ["run", *forward, "backward_run", *backward]
+    assert middle == ["summary", *forward, "backward_summary", *backward]
+
+
 def no_gradients() -> None:
     layout = layout_of("zigzag", PACKS["ragged"], dist.get_world_size())
     inputs = [x[layout.indices(dist.get_rank())] for x in GDN.inputs(107)]
