@@ -69,7 +69,7 @@ def hugging_face() -> Callable[..., Tensor]:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     def call(*given: Tensor) -> Tensor:
-        out: Tensor = torch_chunk_gated_delta_rule(*(x.unsqueeze(0) for x in given))[0]
+        out: Tensor = torch_chunk_gated_delta_rule(*(x.unsqueeze(0) for x in given))[0].squeeze(0)
         return out
 
     return call
