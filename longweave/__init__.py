@@ -16,6 +16,9 @@ from longweave.plan import Layout, Mask, Plan, Slice, Span, make_plan
 
 if TYPE_CHECKING:
     from longweave.comm.agree import unchecked
+    from longweave.linear.gather import gather_recompute
+    from longweave.linear.halo import causal_conv1d
+    from longweave.linear.mixers import gated_delta_rule
     from longweave.softmax.attention import attention
     from longweave.tokens import reshard, shard, unshard
 
@@ -23,6 +26,9 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "attention": "longweave.softmax.attention",
+    "causal_conv1d": "longweave.linear.halo",
+    "gated_delta_rule": "longweave.linear.mixers",
+    "gather_recompute": "longweave.linear.gather",
     "reshard": "longweave.tokens",
     "shard": "longweave.tokens",
     "unchecked": "longweave.comm.agree",
@@ -40,6 +46,9 @@ __all__ = [
     "Slice",
     "Span",
     "attention",
+    "causal_conv1d",
+    "gated_delta_rule",
+    "gather_recompute",
     "make_plan",
     "plan",
     "reshard",

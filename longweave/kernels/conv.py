@@ -57,6 +57,21 @@ def causal_conv1d(
 
     Example: `causal_conv1d(x, weight, bias, [0, 700, 1000], activation="silu")`
     """
+    check(x, weight, bias, activation)
+    width = weight.shape[1]
+    spans = spans_of(cu_seqlens, len(x))
+    if halo is not None and tuple(halo.shape) != (len(spans), width - 1, x.shape[1]):
+        raise InputError(
+            f"halo has shape {tuple(halo.shape)}; it must be {(len(spans), width - 1, x.shape[1])}: "
+            "one row of width − 1 tokens for each segment"
+        )
+    edges = _edges(spans, width)
+    y: Tensor = _Conv.apply(x, weight, bias, halo, edges, activation == "silu")  # type: ignore[no-untyped-call]
+    return y
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    """Raise InputError if shapes, width or activation do not fit."""
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1]:
         raise InputError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; give (tokens, C) and (C, width)"
@@ -68,15 +83,6 @@ def causal_conv1d(
         raise InputError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
     if activation not in (None, "silu"):
         raise InputError(f'activation is {activation!r}; choose None or "silu"')
-    spans = spans_of(cu_seqlens, len(x))
-    if halo is not None and tuple(halo.shape) != (len(spans), width - 1, x.shape[1]):
-        raise InputError(
-            f"halo has shape {tuple(halo.shape)}; it must be {(len(spans), width - 1, x.shape[1])}: "
-            "one row of width − 1 tokens for each segment"
-        )
-    edges = _edges(spans, width)
-    y: Tensor = _Conv.apply(x, weight, bias, halo, edges, activation == "silu")  # type: ignore[no-untyped-call]
-    return y
 
 
 @dataclass(frozen=True, eq=False)

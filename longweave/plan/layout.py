@@ -119,14 +119,15 @@ class Layout:
 
     Equal layouts hash alike and have the same `fingerprint`; they share one table, so making the same layout again is
     cheap. The object itself only adds `agreed_on`: the process groups whose ranks were all seen to hold this layout
-    (see `longweave.comm.agree`).
+    (see `longweave.comm.agree`), and `derived`: objects made from it that are asked about on their own.
     """
 
-    __slots__ = ("__weakref__", "agreed_on", "table")
+    __slots__ = ("__weakref__", "agreed_on", "derived", "table")
 
     def __init__(self, table: SpanTable) -> None:
         self.table = table
         self.agreed_on: WeakSet[Any] = WeakSet()
+        self.derived: dict[Any, Any] = {}
 
     # -- constructors ------------------------------------------------------------------------------
 

@@ -1,0 +1,210 @@
+"""`lw.gather_recompute`: any sequence module on the gathered sequence, keeping only the local input.
+
+    forward     x_local ─ gather ─▶ x ─ fn ─▶ y ─ my tokens ─▶ y_local        kept: x_local
+    backward    x_local ─ gather ─▶ x ─ fn ─▶ y                               the same random numbers as in forward
+
+    param_grads      gradient of y that is used         dx                              gradient of each parameter
+    "part"           mine; zero at others' tokens       reduce-scatter, added float32   my part; SUM over ranks is whole
+    "full"           of all tokens (gathered, too)      my tokens of it: whole          whole on every rank: do not sum
+
+With "full", a reduction over the ranks would count every parameter gradient once for each of them. It is for frameworks
+that do not reduce over this group. Everything else in this library follows "part".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from longweave.comm.agree import agree
+from longweave.comm.exchange import all_gather_v, reduce_scatter_v
+from longweave.comm.groups import Comm, Group
+from longweave.errors import InputError
+from longweave.plan.layout import Layout
+from longweave.tokens import comm_for, rank_order, token_order
+
+PARAM_GRADS = ("part", "full")
+
+
+def gather_recompute(
+    fn: Callable[..., Tensor],
+    x_local: Tensor | Sequence[Tensor],
+    layout: Layout,
+    group: Group = None,
+    params: Sequence[Tensor] = (),
+    param_grads: str = "part",
+) -> Tensor:
+    """fn over the whole sequence, from and to this rank's tokens. For modules that have nothing better.
+
+    fn: takes the full tensor(s), tokens first and in token order, and returns one tensor with the same tokens first.
+        It is called twice, with the same random numbers, and must compute the same both times.
+    x_local: (tokens, …), this rank's tokens in the order of `layout`; or several such tensors.
+    params: every tensor that fn uses and that needs a gradient. Not needed if fn is a module: its parameters are taken.
+    param_grads: "part" or "full", see `longweave.linear.gather`.
+
+    Returns this rank's tokens of fn's result. Every rank computes all tokens: time does not shrink with the ranks,
+    memory kept for backward does. Raises `InputError` before anything is sent if the arguments do not fit, and in
+    backward if fn turns out to use a tensor that needs a gradient and is not among `params`.
+
+        y_local = lw.gather_recompute(mamba, x_local, layout, group)
+    """
+    xs = (x_local,) if isinstance(x_local, Tensor) else tuple(x_local)
+    if not params and isinstance(fn, nn.Module):
+        params = tuple(fn.parameters())
+    params = tuple(p for p in params if p.requires_grad)
+    if not isinstance(layout, Layout):
+        raise InputError(f"layout is a {type(layout).__name__}; give the layout of x_local")
+    comm = comm_for(layout, group)
+    problem, call = None, ""
+    try:
+        _check(xs, layout.counts[comm.rank], comm.rank, param_grads)
+        call = f"gather_recompute of {[(x.dtype, tuple(x.shape[1:])) for x in xs]} with param_grads {param_grads}"
+    except InputError as error:
+        problem = error
+    agree(comm, [layout], call, problem)
+    run = _Call(fn, layout, comm, len(xs), param_grads == "full")
+    out: Tensor = _GatherRecompute.apply(run, *xs, *params)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _check(xs: Sequence[Tensor], tokens: int, rank: int, param_grads: str) -> None:
+    if param_grads not in PARAM_GRADS:
+        raise InputError(f'param_grads is {param_grads!r}; choose "part" or "full"')
+    for x in xs:
+        if not isinstance(x, Tensor) or not x.ndim:
+            raise InputError("x_local must be a tensor with tokens first, or several such tensors")
+        if len(x) != tokens:
+            raise InputError(f"x_local has shape {tuple(x.shape)} but rank {rank} has {tokens} tokens in this layout")
+
+
+class _Call:
+    """What forward and backward share."""
+
+    def __init__(self, fn: Callable[..., Tensor], layout: Layout, comm: Comm, count: int, full: bool) -> None:
+        self.fn, self.layout, self.comm, self.count, self.full = fn, layout, comm, count, full
+
+    def gather(self, *xs: Tensor) -> list[Tensor]:
+        """Local tokens of every rank -> all tokens in token order."""
+        arriving = [all_gather_v(x.detach(), self.layout.counts, self.comm) for x in xs]
+        return [by_rank.wait().index_select(0, token_order(self.layout.table, xs[0].device)) for by_rank in arriving]
+
+    def mine(self, y: Tensor) -> Tensor:
+        return y.index_select(0, self._my_index(y.device))
+
+    def spread(self, y_local: Tensor) -> Tensor:
+        """Local tokens at their places among all tokens, zeros elsewhere."""
+        full = y_local.new_zeros((self.layout.total, *y_local.shape[1:]))
+        return full.index_copy_(0, self._my_index(y_local.device), y_local)
+
+    def sum_home(self, dx: Tensor) -> Tensor:
+        """The sum over ranks of a gradient of all tokens, at this rank's tokens."""
+        by_rank = dx.index_select(0, rank_order(self.layout.table, dx.device))
+        return reduce_scatter_v(by_rank, self.layout.counts, self.comm).wait()
+
+    def _my_index(self, device: torch.device) -> Tensor:
+        begin = sum(self.layout.counts[: self.comm.rank])
+        return rank_order(self.layout.table, device)[begin : begin + self.layout.counts[self.comm.rank]]
+
+
+class _GatherRecompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+        xs = tensors[: call.count]
+        ctx.call, ctx.params = call, tensors[call.count :]
+        ctx.surroundings = _Surroundings(xs[0].device, call)
+        ctx.save_for_backward(*xs)
+        with ctx.surroundings.again():
+            y = call.fn(*call.gather(*xs))
+        if not isinstance(y, Tensor) or not y.ndim or len(y) != call.layout.total:
+            seen = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+            raise InputError(f"fn returned {seen}; it must return a tensor with all {call.layout.total} tokens first")
+        return call.mine(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_local: Tensor) -> tuple[Tensor | None, ...]:
+        call, params = ctx.call, ctx.params
+        needs = ctx.needs_input_grad[1 : 1 + call.count]
+        xs = [x.requires_grad_(need) for x, need in zip(call.gather(*ctx.saved_tensors), needs, strict=True)]
+        with ctx.surroundings.again(), torch.enable_grad():
+            y = call.fn(*xs)
+        wanted = [x for x, need in zip(xs, needs, strict=True) if need] + list(params)
+        _refuse_unknown(y, wanted)
+        dy = call.gather(d_local)[0] if call.full else call.spread(d_local)
+        found = list(torch.autograd.grad(y, wanted, dy, allow_unused=True)) if y.requires_grad else [None] * len(wanted)
+        home = call.mine if call.full else call.sum_home
+        d_xs: list[Tensor | None] = []
+        for x, need in zip(xs, needs, strict=True):
+            if need:
+                dx = found.pop(0)
+                d_xs.append(home(torch.zeros_like(x) if dx is None else dx))  # every rank takes part in the sum
+            else:
+                d_xs.append(None)
+        return None, *d_xs, *found
+
+
+class _Surroundings:
+    """Random state and autocast of forward, for backward. With "full", rank 0's random numbers on every rank:
+    each of them then answers for the outputs of all.
+    """
+
+    def __init__(self, device: torch.device, call: _Call) -> None:
+        self.device = device
+        self.autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
+        self.seed: int | None = None
+        if call.full and call.comm.size > 1:
+            seed = torch.randint(1 << 62, (1, 1), device=call.comm.control_device)
+            self.seed = int(all_gather_v(seed, [1] * call.comm.size, call.comm).wait()[0])
+        self.states = (
+            [torch.get_rng_state()] if device.type == "cpu" else [torch.get_rng_state(), _device_state(device)]
+        )
+        self.used = False
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The first time, random numbers are drawn as usual (unless seeded); later, the same ones, leaving no trace."""
+        enabled, dtype = self.autocast
+        with torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
+            if not self.used and self.seed is None:
+                self.used = True
+                yield
+                return
+            with torch.random.fork_rng(
+                [] if self.device.type == "cpu" else [self.device], device_type=self.device.type
+            ):
+                if self.seed is not None:
+                    torch.manual_seed(self.seed)
+                else:
+                    torch.set_rng_state(self.states[0])
+                    if self.device.type != "cpu":
+                        torch.get_device_module(self.device).set_rng_state(self.states[1], self.device)
+                yield
+
+
+def _device_state(device: torch.device) -> Tensor:
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _refuse_unknown(y: Tensor, wanted: Sequence[Tensor]) -> None:
+    """Raise if y depends on a leaf that needs a gradient and would not get one."""
+    known = {id(t) for t in wanted}
+    stop = {t.grad_fn for t in wanted if t.grad_fn is not None}
+    todo, seen = [y.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node in stop:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise InputError(
+                f"fn uses a tensor of shape {tuple(leaf.shape)} that needs a gradient but is not among params; "
+                "pass it in params, or detach it"
+            )
+        todo.extend(next_node for next_node, _ in node.next_functions)
