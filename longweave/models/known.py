@@ -105,9 +105,15 @@ def unregister(module_class: type[nn.Module]) -> None:
 
 
 def roles(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
-    """Name, module and role of every part of the model. Raises InputError for the first part without a role."""
+    """Name, module and role of every part of the model. Raises InputError for the first part without a role.
+
+    What is inside a module with an adapter is the adapter's affair.
+    """
     is_plain = not any(_role(part) == "model" for part in model.modules())
+    adapted: tuple[str, ...] = ()
     for name, module in model.named_modules():
+        if adapted and name.startswith(adapted):
+            continue
         role = _role(module)
         if role is None and is_plain and _uses_longweave(type(module)):
             role = "layer"
@@ -115,6 +121,8 @@ def roles(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
             raise InputError(_refusal(name, module))
         if isinstance(role, str) and ":" in role:
             role = _load(role)
+        if callable(role):
+            adapted += (f"{name}.",)
         yield name, module, role
 
 
