@@ -118,7 +118,7 @@ class _Halo(torch.autograd.Function):
         slots.index_copy_(0, keep_to, torch.cat([x.index_select(0, keep_from) for x in xs], 1).to(wide))
         if route.communicates:
             slots.index_copy_(0, recv, arriving.wait().to(wide))
-        halos = slots.view(route.fragments, route.width - 1, -1)
+        halos = slots.view(route.fragments, route.width - 1, slots.shape[1])
         return tuple(halo.contiguous() for halo in torch.split(halos, [x.shape[1] for x in xs], -1))
 
     @staticmethod

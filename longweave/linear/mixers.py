@@ -298,6 +298,8 @@ def _open(
 
 def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, q, k, v of different dtypes become the autocast dtype."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        raise InputError(f"q, k, v must be tensors; got {[type(x).__name__ for x in (q, k, v)]}")
     if len({x.dtype for x in (q, k, v)}) > 1 and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         return q.to(dtype), k.to(dtype), v.to(dtype)

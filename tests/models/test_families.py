@@ -5,7 +5,7 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.distributed as dist
-from models.families import CU, FAMILIES, Expected, build, data, exact, one_process
+from families import CU, FAMILIES, Expected, build, data, exact, one_process
 from reference import worst
 from torch import nn
 

@@ -1,0 +1,152 @@
+"""The gated delta rule: against Hugging Face's torch form, in time per token, and across ranks by every method.
+
+Float32, 4 heads, states of 128 × 128. Every ratio comes from times measured in this run; above 1 is in our favour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longweave as lw
+from longweave.kernels.delta_rule import GatedDeltaRule
+from longweave.kernels.delta_rule import gated_delta_rule as on_one_rank
+from longweave.linear.choice import METHODS
+from longweave.linear.mixers import method_of
+from longweave.testing import Ranks
+from longweave.tools.bench.timing import seconds
+
+HEADS, DIM = 4, 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    against: str
+    seconds: float
+    ratio: float
+    goal: str
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """One method on one length: time of forward and backward, bytes that the busiest rank sends in them."""
+
+    tokens: int
+    method: str
+    seconds: float
+    bytes_sent: int
+
+
+def inputs(tokens: int) -> list[Tensor]:
+    """q, k, v, g, beta; k of length 1, decay as in a trained model."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(tokens, HEADS, DIM) for _ in range(3))
+    k = k / k.norm(dim=-1, keepdim=True)
+    return [q, k, v, -0.05 * torch.rand(tokens, HEADS), torch.rand(tokens, HEADS)]
+
+
+def _pass(fn: Callable[..., Tensor], given: list[Tensor], backward: bool) -> Callable[[], None]:
+    if not backward:
+        return lambda: torch.no_grad()(fn)(*given) and None
+    leaves = [x.requires_grad_() for x in given]
+    grad = torch.randn(len(given[0]), HEADS, DIM)
+    return lambda: torch.autograd.grad(fn(*leaves), leaves, grad) and None
+
+
+def hugging_face() -> Callable[..., Tensor]:
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    def call(*given: Tensor) -> Tensor:
+        out: Tensor = torch_chunk_gated_delta_rule(*(x.unsqueeze(0) for x in given))[0]
+        return out
+
+    return call
+
+
+def ours(*given: Tensor) -> Tensor:
+    return on_one_rank(*given)[0]  # type: ignore[arg-type]
+
+
+def local_pass(name: str, tokens: int, backward: bool, rounds: int = 3) -> float:
+    """In one process: seconds of one pass over one document."""
+    fn = hugging_face() if name == "hugging face" else ours
+    return seconds(_pass(fn, inputs(tokens), backward), rounds)
+
+
+def rank_pass(tokens: int, method: str, rounds: int = 3) -> tuple[float, int]:
+    """On one of the ranks: seconds and bytes of forward and backward over one document in zigzag."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cu = [0, tokens]
+    layout = lw.Layout.zigzag(cu, world)
+    mine = torch.from_numpy(layout.indices(rank))
+    given = [x[mine].clone() for x in inputs(tokens)]
+
+    def mix(*tensors: Any) -> Tensor:
+        return lw.gated_delta_rule(*tensors, layout, cu, method=method)
+
+    sent = method_of(layout, cu, GatedDeltaRule(1.0), given).bytes_sent[method]
+    return seconds(_pass(mix, given, backward=True), rounds), sent
+
+
+def against_hugging_face() -> list[Row]:
+    rows = []
+    with Ranks(1, threads=1, timeout=1200) as single:
+        for what, backward, goal in (("forward", False, "≥ 3"), ("forward + backward", True, "≥ 2.5")):
+            theirs = single.run(local_pass, "hugging face", 4096, backward)[0]
+            took = single.run(local_pass, "ours", 4096, backward)[0]
+            rows.append(Row(f"{what}, 4096 tokens", "Hugging Face's torch form", took, theirs / took, goal))
+    return rows
+
+
+def growth() -> Row:
+    with Ranks(1, threads=1, timeout=1200) as single:
+        short = single.run(local_pass, "ours", 4096, True)[0]
+        long = single.run(local_pass, "ours", 65536, True, 1)[0]
+    return Row("forward + backward, 65536 tokens", "4096 tokens (times as long)", long, long / short, "≤ 18")
+
+
+def two_ranks(tokens: int = 32768) -> Row:
+    with Ranks(1, threads=2, timeout=1200) as single:
+        one = single.run(local_pass, "ours", tokens, True)[0]
+    with Ranks(2, timeout=1200) as ranks:
+        took = ranks.run(rank_pass, tokens, "affine")[0][0]
+    return Row(f"2 ranks, {tokens} tokens, zigzag", "one process, two threads", took, one / took, "≥ 0.85")
+
+
+def methods(lengths: list[int]) -> list[MethodRow]:
+    rows = []
+    with Ranks(2, timeout=1200) as ranks:
+        for tokens in lengths:
+            for method in METHODS:
+                took, sent = ranks.run(rank_pass, tokens, method, 1)[0]
+                rows.append(MethodRow(tokens, method, took, sent))
+    return rows
+
+
+def plot(rows: list[MethodRow], path: Path) -> None:
+    """Time and bytes of each method over the length."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    for method in METHODS:
+        own = [row for row in rows if row.method == method]
+        lengths = [row.tokens for row in own]
+        axes[0].plot(lengths, [row.bytes_sent / 2**20 for row in own], "o-", label=method)
+        axes[1].plot(lengths, [row.seconds for row in own], "o-", label=method)
+    for axis, title in zip(axes, ("MiB sent by the busiest rank", "seconds"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"forward + backward, {title}")
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

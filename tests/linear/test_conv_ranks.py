@@ -1,0 +1,125 @@
+"""The causal convolution across ranks against one process: halos over several owners, and gradients back to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from linear_ranks import LAYOUTS, PACKS, layout_of
+from torch import Tensor
+
+import longweave as lw
+from longweave.kernels import conv
+from longweave.testing import Ranks
+
+PACKS = {**PACKS, "fragments shorter than the halo": [0, 9, 11, 30]}
+
+
+def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def check(cu: list[int], layout: lw.Layout, width: int, activation: str | None, with_bias: bool, group=None) -> None:
+    channels = 5
+    x, weight, bias, d_out = draw((cu[-1], channels), (channels, width), (channels,), (cu[-1], channels))
+    leaves = [x.requires_grad_(), weight.requires_grad_(), *([bias.requires_grad_()] if with_bias else [])]
+    expected = conv.causal_conv1d(x, weight, bias if with_bias else None, cu, activation=activation)
+    whole = torch.autograd.grad(expected, leaves, d_out)
+    mine = torch.from_numpy(layout.indices(dist.get_rank(group)))
+    shards = [x.detach()[mine].requires_grad_(), *(p.detach().requires_grad_() for p in leaves[1:])]
+    y = lw.causal_conv1d(*shards, *([] if with_bias else [None]), layout, cu, group, activation=activation)
+    grads = torch.autograd.grad(y, shards, d_out[mine])
+    torch.testing.assert_close(y, expected[mine], atol=1e-12, rtol=0)
+    torch.testing.assert_close(grads[0], whole[0][mine], atol=1e-12, rtol=0)
+    for found, reference in zip(grads[1:], whole[1:], strict=True):
+        dist.all_reduce(found, group=group)
+        torch.testing.assert_close(found, reference, atol=1e-11, rtol=0)
+
+
+def every_pack(kind: str, width: int, activation: str | None, with_bias: bool) -> None:
+    for name, cu in PACKS.items():
+        try:
+            check(cu, layout_of(kind, cu, dist.get_world_size()), width, activation, with_bias)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_every_layout(ranks: Ranks, world: int, layout: str) -> None:
+    ranks.run(every_pack, layout, 4, "silu", True, size=world)
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 8])
+@pytest.mark.parametrize("world", [3, 8])
+def test_every_width(ranks: Ranks, world: int, width: int) -> None:
+    ranks.run(every_pack, "zigzag", width, None, False, size=world)
+    ranks.run(every_pack, "shuffled", width, None, True, size=world)
+
+
+def halo_over_three_ranks() -> None:
+    """One token a rank between long fragments: the halo of the last has three owners, and each token three readers."""
+    layout = lw.Layout.from_spans(24, [[(0, 10), (12, 24)], [(10, 11)], [(11, 12)]])
+    check([0, 24], layout, 4, "silu", True)
+    check([0, 11, 24], layout, 4, "silu", True)  # the document border cuts it
+
+
+def test_a_halo_spans_several_ranks(ranks: Ranks) -> None:
+    ranks.run(halo_over_three_ranks, size=3)
+
+
+def on_a_subgroup(members: list[int]) -> None:
+    group = dist.new_group(members)
+    if dist.get_rank() in members:
+        cu = PACKS["ragged"]
+        check(cu, layout_of("zigzag", cu, len(members)), 4, "silu", True, group)
+
+
+def test_group_rank_is_not_global_rank(ranks: Ranks) -> None:
+    ranks.run(on_a_subgroup, [1, 3], size=4)
+
+
+def fused(dtype: torch.dtype) -> int:
+    """q, k and v in one exchange; returns how many calls to others forward and backward made."""
+    cu = PACKS["ragged"]
+    layout = layout_of("zigzag", cu, dist.get_world_size())
+    mine = torch.from_numpy(layout.indices(dist.get_rank()))
+    xs = [x[mine].requires_grad_() for x in draw((cu[-1], 4), (cu[-1], 4), (cu[-1], 6), dtype=dtype)]
+    weights = [w.requires_grad_() for w in draw((4, 4), (4, 4), (6, 4), dtype=dtype)]
+    apart = [lw.causal_conv1d(x, w, None, layout, cu, activation="silu") for x, w in zip(xs, weights, strict=True)]
+    expected = torch.autograd.grad(sum((y * y).sum() for y in apart), [*xs, *weights])
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    together = lw.causal_conv1d(xs, weights, None, layout, cu, activation="silu")
+    grads = torch.autograd.grad(sum((y * y).sum() for y in together), [*xs, *weights])
+    calls = int(dist.group.WORLD._get_sequence_number_for_group()) - before
+    for found, reference in zip([*together, *grads], [*apart, *expected], strict=True):
+        assert found.dtype == dtype
+        assert torch.equal(found, reference)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_several_tensors_share_one_exchange(ranks: Ranks, dtype: torch.dtype) -> None:
+    assert ranks.run(fused, dtype, size=3) == [2] * 3
+
+
+def no_exchange() -> int:
+    layout = lw.Layout.contiguous(40, 4)
+    x, weight = draw((10, 4), (4, 4))
+    lw.causal_conv1d(x, weight, None, layout, [0, 10, 20, 30, 40])
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    lw.causal_conv1d(x.requires_grad_(), weight, None, layout, [0, 10, 20, 30, 40]).sum().backward()
+    return int(dist.group.WORLD._get_sequence_number_for_group()) - before
+
+
+def test_documents_on_one_rank_cost_no_communication(ranks: Ranks) -> None:
+    assert ranks.run(no_exchange, size=4) == [0] * 4
+
+
+def test_one_process_without_a_group() -> None:
+    cu = PACKS["ragged"]
+    layout = layout_of("shuffled", cu, 1)
+    x, weight = draw((cu[-1], 4), (4, 3))
+    y = lw.causal_conv1d(x[layout.indices(0)], weight, None, layout, cu)
+    torch.testing.assert_close(y, conv.causal_conv1d(x, weight, None, cu)[layout.indices(0)])
