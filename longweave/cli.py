@@ -61,6 +61,20 @@ def bench_packed(tokens: list[int] = typer.Argument(None, help="Pack sizes; 8192
     console.print(table)
 
 
+@bench.command("compare")
+def bench_compare(tokens: int = typer.Argument(32768), ranks: int = 4) -> None:
+    """Packed documents: traffic, balance and memory of all-gather, ring and group-cast."""
+    from longweave.tools.bench import packed
+
+    table = Table(title=f"{tokens} tokens of log-normal documents on {ranks} ranks, one forward, worst rank")
+    for column in ("strategy", "layout", "tokens received", "imbalance", "MB kept for backward", "MB peak"):
+        table.add_column(column, justify="left" if column in ("strategy", "layout") else "right")
+    for row in packed.compare(packed.documents("lognormal", tokens), ranks):
+        numbers = (f"{row.imbalance:.3f}", f"{row.mb_kept:.1f}", f"{row.mb_peak:.1f}")
+        table.add_row(row.strategy, row.layout, str(row.tokens_received), *numbers)
+    console.print(table)
+
+
 @bench.command("plan")
 def bench_plan() -> None:
     """How long planning takes on this host."""

@@ -5,8 +5,9 @@ Forward and backward, float32, 8:2 heads, head dim 64, on a balanced layout. Eve
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,23 +50,88 @@ def one_process(cu: list[int], kernel: str) -> float:
     """One process on the whole pack: our kernel door, or PyTorch's SDPA document by document."""
     q, k, v, grad = inputs(cu[-1])
     tasks = Tasks(lw.Mask.causal(cu).rows)
-    heads_first = [x.detach().transpose(0, 1).contiguous() for x in (q, k, v, grad)]
+    q_h, k_h, v_h, grad_h = (x.detach().transpose(0, 1).contiguous() for x in (q, k, v, grad))
 
     def ours() -> None:
-        out, lse = attend(*heads_first[:3], tasks)
-        attend_backward(heads_first[3], *heads_first[:3], out, lse, tasks)
+        out, lse = attend(q_h, k_h, v_h, tasks)
+        attend_backward(grad_h, q_h, k_h, v_h, out, lse, tasks)
+
+    def document(a: int, b: int) -> torch.Tensor:
+        q_d, k_d, v_d = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q_d, k_d, v_d, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
 
     def sdpa() -> None:
-        outs = [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
-            )[0].transpose(0, 1)
-            for a, b in itertools.pairwise(cu)
-            if b > a
-        ]
+        outs = [document(a, b) for a, b in pairwise(cu) if b > a]
         torch.autograd.grad(torch.cat(outs), (q, k, v), grad)
 
     return seconds(ours if kernel == "ours" else sdpa)
+
+
+def footprint(cu: list[int], strategy: str, layout: str) -> tuple[int, int]:
+    """On one of the ranks: bytes that autograd keeps for one call, and the peak of memory that the call takes."""
+    mask = lw.Mask.causal(cu)
+    world = dist.get_world_size()
+    spans = lw.Layout.balanced(mask, world) if layout == "balanced" else lw.Layout.zigzag(cu, world)
+    plan = lw.make_plan(mask, spans, strategy)
+    q, k, v, _ = inputs(spans.counts[dist.get_rank()])
+    lw.attention(q, k, v, plan)  # caches are filled
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+    ):
+        lw.attention(q, k, v, plan)
+    return sum(kept.values()), _peak(profile)
+
+
+def _peak(profile: torch.profiler.profile) -> int:
+    """The most bytes alive at once, over those alive at the start."""
+    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    alive = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One way to do it, on the worst rank."""
+
+    strategy: str
+    layout: str
+    tokens_received: int
+    imbalance: float
+    mb_kept: float
+    mb_peak: float
+
+
+def compare(cu: list[int], world: int = 4) -> list[Comparison]:
+    """All-gather, ring and group-cast side by side: traffic, balance, memory of one forward."""
+    rows = []
+    mask = lw.Mask.causal(cu)
+    with Ranks(world) as ranks:
+        for strategy, layout in (("allgather", "zigzag"), ("ring", "zigzag"), ("groupcast", "balanced")):
+            spans = lw.Layout.balanced(mask, world) if layout == "balanced" else lw.Layout.zigzag(cu, world)
+            report = lw.make_plan(mask, spans, strategy).report()
+            found = ranks.run(footprint, cu, strategy, layout)
+            rows.append(
+                Comparison(
+                    strategy,
+                    layout,
+                    max(rank.tokens_received for rank in report.ranks),
+                    report.imbalance,
+                    max(kept for kept, _ in found) / 1e6,
+                    max(peak for _, peak in found) / 1e6,
+                )
+            )
+    return rows
 
 
 @dataclass(frozen=True)
