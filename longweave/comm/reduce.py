@@ -26,7 +26,7 @@ def all_reduce_sum(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
         if comm.group is not None and comm.size > 1 and flat.numel():
             dist.all_reduce(flat, group=comm.group)
         sizes = [x.numel() for x in bucket]
-        results += [part.view(x.shape).to(x.dtype) for part, x in zip(flat.split(sizes), bucket, strict=True)]
+        results += [part.view(x.shape).to(x.dtype) for part, x in zip(torch.split(flat, sizes), bucket, strict=True)]
     return results
 
 

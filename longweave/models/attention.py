@@ -1,7 +1,8 @@
 """Softmax attention of Hugging Face models: one function behind transformers' attention interface.
 
-transformers calls it with q (1, H, tokens, D), k and v with their own number of heads (never repeated), and what is special
-in a layer as keywords: `scaling`, `sliding_window`, `softcap`, `s_aux` (sinks). It wants (1, tokens, H, Dv) back.
+transformers calls it with q (1, H, tokens, D), k and v with their own number of heads (never repeated), and what is
+special in a layer as keywords: `scaling`, `sliding_window`, `softcap`, `s_aux` (sinks). It wants (1, tokens, H, Dv)
+back.
 """
 
 from __future__ import annotations

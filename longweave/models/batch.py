@@ -28,9 +28,9 @@ LAYOUTS = ("auto", "zigzag", "contiguous", "balanced")
 class Batch:
     """This rank's part of a batch. Make it with `lw.shard_batch`.
 
-    inputs: keyword arguments for the model: input_ids and position_ids (1, tokens), use_cache=False and the step that the
-        layers look for; where labels were given without weights also labels, shift_labels and num_items_in_batch, with
-        which Hugging Face models compute the same loss as `loss` themselves.
+    inputs: keyword arguments for the model: input_ids and position_ids (1, tokens), use_cache=False and the step that
+        the layers look for; where labels were given without weights also labels, shift_labels and num_items_in_batch,
+        with which Hugging Face models compute the same loss as `loss` themselves.
     input_ids, position_ids: (tokens,) of this rank.
     targets: (tokens,) what each token should predict, `ignore_index` where nothing. weights: (tokens,) or None.
     num_valid: the number of targets that count, on all ranks together.
@@ -94,7 +94,7 @@ class Batch:
         chunk: int = 1024,
         num_items: float | None = None,
     ) -> Tensor:
-        """As `loss`, from the last hidden states and the output layer's weight; logits exist for `chunk` tokens at a time.
+        """As `loss`, from hidden states and the output layer's weight; logits exist for `chunk` tokens at a time.
 
         hidden: (1, tokens, features) or (tokens, features); weight: (vocabulary, features).
 
@@ -116,12 +116,13 @@ class Batch:
 
         Entry i belongs to token i (with `shift_labels`: to shift_labels[i]); it is 0 for the first token of a document
         and for ignored labels. Differentiable, for a loss that every rank computes alike from the result: each rank's
-        parameter gradient is then the part of its own tokens, and the SUM over ranks the full gradient. So do not divide
-        such a loss by the number of ranks, and do not sum it for logging.
+        parameter gradient is then the part of its own tokens, and the SUM over ranks the full gradient. So do not
+        divide such a loss by the number of ranks, and do not sum it for logging.
         """
         if not temperature > 0:
             raise InputError(f"temperature is {temperature}; give a positive number")
-        full: Tensor = GatherSame.apply(self.local_logprobs(logits, temperature), self.layout, self.group)  # type: ignore[no-untyped-call]
+        local = self.local_logprobs(logits, temperature)
+        full: Tensor = GatherSame.apply(local, self.layout, self.group)  # type: ignore[no-untyped-call]
         return unshift(full, self.cu_seqlens) if self._pack.shifted_by_us else full
 
     def local_logprobs(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -151,7 +152,7 @@ class Batch:
             raise InputError("the batch was not given as (batch, seq) rows; its documents lie at batch.cu_seqlens")
         batch, seq, places = self._pack.rows
         out = x.new_full((batch * seq, *x.shape[1:]), fill)
-        return out.index_copy(0, places.to(x.device), x).unflatten(0, (batch, seq))
+        return out.index_copy(0, places.to(x.device), x).view(batch, seq, *x.shape[1:])
 
     # ----------------------------------------------------------------------------------------------
 
@@ -204,8 +205,8 @@ def shard_batch(
         `attention_mask` (1 for tokens, 0 left or right of them).
     cu_seqlens: where documents begin and end. Or give packed `position_ids`, which start anew with each document; with
         neither, a single row is one document.
-    labels: one per token, not shifted, `ignore_index` for tokens that do not count; None: the tokens themselves. They are
-        moved one place forward here, never across documents. `shift_labels` in their place are taken as they are.
+    labels: one per token, not shifted, `ignore_index` for tokens that do not count; None: the tokens themselves. They
+        are moved one place forward here, never across documents. `shift_labels` in their place are taken as they are.
     loss_weights: one per token, where the labels are: each token's loss is multiplied by its weight. The loss is still
         divided by the number of labels that count.
     position_ids: positions to use, where they are not simply counted from the start of each document.
@@ -249,8 +250,8 @@ def make_layout(layout: str | Layout, cu_seqlens: Ints, world_size: int) -> Layo
     if isinstance(layout, Layout):
         if (layout.total, layout.world_size) != (total, world_size):
             raise InputError(
-                f"the layout is for {layout.total} tokens on {layout.world_size} ranks but the batch has {total} tokens "
-                f"on {world_size}; make it from this batch's cu_seqlens and the size of the group"
+                f"the layout is for {layout.total} tokens on {layout.world_size} ranks but the batch has {total} "
+                f"tokens on {world_size}; make it from this batch's cu_seqlens and the size of the group"
             )
         return layout
     if layout not in LAYOUTS:

@@ -2,8 +2,8 @@
 
     aux = E · Σ_e f_e · P_e      f_e: how often expert e was chosen, P_e: its mean probability, both over all tokens
 
-It is a product of means, so means over the tokens of one rank give another loss. The counts f carry no gradient: with the
-global f, each rank's part E · Σ_e f_e · (its share of P_e) adds up, and so do the gradients.
+It is a product of means, so means over the tokens of one rank give another loss. The counts f carry no gradient: with
+the global f, each rank's part E · Σ_e f_e · (its share of P_e) adds up, and so do the gradients.
 """
 
 from __future__ import annotations

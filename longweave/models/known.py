@@ -7,7 +7,7 @@
     attention     softmax attention through transformers' attention interface    switches the interface
     an adapter    mixes tokens in its own way                                    its forward becomes the adapter
 
-A module that is none of these might mix tokens, and would then silently see only those of its own rank. So it is refused.
+A module that is none of these might mix tokens, and would then silently see only those of its own rank: it is refused.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def register(module_class: type[nn.Module], role: Role) -> None:
         model's (1, tokens, …) into the (tokens, …) that `lw.attention` and its siblings take, and back.
 
         def my_mixer(module, step, hidden_states, **kwargs):
-            x = lw.causal_conv1d(step.enter(hidden_states), module.weight, None, step.layout, step.cu_seqlens, step.group)
-            return step.leave(x)
+            x = step.enter(hidden_states)
+            return step.leave(lw.causal_conv1d(x, module.weight, None, step.layout, step.cu_seqlens, step.group))
 
         longweave.models.register(MyMixer, my_mixer)
     """
@@ -179,8 +179,8 @@ def _refusal(name: str, module: nn.Module) -> str:
             "AutoModelForCausalLM, or give lw.parallelize the language model inside"
         )
     return (
-        f"{name or 'the model'} is a {shown}, which is not known: if it mixes tokens, it would see only those of its own "
-        "rank. If it treats each token for itself, say longweave.models.register("
+        f"{name or 'the model'} is a {shown}, which is not known: if it mixes tokens, it would see only those of its "
+        "own rank. If it treats each token for itself, say longweave.models.register("
         f'{cls.__name__}, "tokenwise"); if it mixes tokens, register an adapter that uses lw.attention, '
         "lw.gated_delta_rule, lw.causal_conv1d or lw.gather_recompute (see longweave.models.register)"
     )

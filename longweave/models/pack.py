@@ -151,8 +151,8 @@ def _rows(ids: Tensor, attention_mask: Any) -> tuple[tuple[int, int, Tensor], In
         mask = _tensor("attention_mask", attention_mask)
         if mask.numel() != ids.numel() or mask.ndim not in (1, 2):
             raise InputError(
-                f"attention_mask has the shape {tuple(mask.shape)} for input_ids of {(batch, seq)}; give one of the same "
-                "shape, 1 for tokens and 0 for padding"
+                f"attention_mask has the shape {tuple(mask.shape)} for input_ids of {(batch, seq)}; give one of the "
+                "same shape, 1 for tokens and 0 for padding"
             )
         keep = mask.reshape(batch, seq).cpu().numpy().astype(bool)
         runs = (np.diff(keep.astype(np.int8), axis=1, prepend=0) == 1).sum(1)

@@ -58,8 +58,8 @@ def parallelize(model: M, group: Group = None) -> M:
     group: a ProcessGroup, a 1-D DeviceMesh such as `mesh["cp"]`, or None for the default group.
 
     From then on the model takes `lw.shard_batch(...).inputs` and nothing else; `lw.restore` makes it as it was. Call it
-    before DistributedDataParallel or torch.compile; `fully_shard` may come before or after. A model of plain PyTorch that
-    calls `lw.attention` itself passes unchanged.
+    before DistributedDataParallel or torch.compile; `fully_shard` may come before or after. A model of plain PyTorch
+    that calls `lw.attention` itself passes unchanged.
 
     Raises `InputError` for a model that holds a module which is not known (it names the module and says how to register
     it), for rotary embeddings that depend on the longest sequence seen, for a model that is already parallel, and for a
@@ -148,6 +148,6 @@ def _check_rotary(name: str, module: nn.Module) -> None:
     for one in kinds:
         if isinstance(one, str) and (one == "longrope" or "dynamic" in one):
             raise InputError(
-                f"{name} is a rotary embedding of type {one!r}, whose frequencies depend on the longest position that a "
-                "rank happens to hold; set rope_parameters to a type that does not, such as 'yarn' or 'default'"
+                f"{name} is a rotary embedding of type {one!r}, whose frequencies depend on the longest position that "
+                "a rank happens to hold; set rope_parameters to a type that does not, such as 'yarn' or 'default'"
             )

@@ -4,7 +4,7 @@
                           ├─ b → β, a → g ──────────┘                        │
                           └─ z ──────────────────────────────────────────────┘
 
-Qwen3-Next has its projections interleaved by key head, Qwen3.5 has them one after another; Kimi-Linear decays per channel.
+Qwen3-Next has its projections interleaved by key head, Qwen3.5 one after another; Kimi-Linear decays per channel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def qwen3_next(module: Any, step: Step, hidden_states: Tensor, **kwargs: Any) ->
 def qwen3_5(module: Any, step: Step, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """Qwen3_5GatedDeltaNet and Qwen3_5MoeGatedDeltaNet."""
     _check(module, kwargs)
-    z = module.in_proj_z(hidden_states).unflatten(-1, (module.num_v_heads, module.head_v_dim))
+    z = _heads(module.in_proj_z(hidden_states), module.num_v_heads, module.head_v_dim)
     b, a = module.in_proj_b(hidden_states), module.in_proj_a(hidden_states)
     return _gated_delta_net(module, step, module.in_proj_qkv(hidden_states), z, b, a)
 
@@ -41,9 +41,9 @@ def qwen3_5(module: Any, step: Step, hidden_states: Tensor, **kwargs: Any) -> Te
 def _gated_delta_net(module: Any, step: Step, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
     """mixed: q, k, v side by side (1, tokens, C); z (1, tokens, Hv, V); b, a (1, tokens, Hv)."""
     mixed = _conv(module, step, mixed)
-    q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-    q, k = (x.unflatten(-1, (module.num_k_heads, module.head_k_dim)) for x in (q, k))
-    v = v.unflatten(-1, (module.num_v_heads, module.head_v_dim))
+    q, k, v = torch.split(mixed, [module.key_dim, module.key_dim, module.value_dim], dim=-1)
+    q, k = (_heads(x, module.num_k_heads, module.head_k_dim) for x in (q, k))
+    v = _heads(v, module.num_v_heads, module.head_v_dim)
     g = -_high(module.A_log).exp() * F.softplus(_high(a) + module.dt_bias)
     out = gated_delta_rule(
         q,
@@ -68,7 +68,7 @@ def kimi_linear(module: Any, step: Step, hidden_states: Tensor, **kwargs: Any) -
     _check(module, kwargs)
     heads = (module.num_heads, module.head_dim)
     mixed = torch.cat([proj(hidden_states) for proj in (module.q_proj, module.k_proj, module.v_proj)], dim=-1)
-    q, k, v = (x.unflatten(-1, heads) for x in _conv(module, step, mixed).chunk(3, dim=-1))
+    q, k, v = (_heads(x, *heads) for x in _conv(module, step, mixed).chunk(3, dim=-1))
     g, beta = module.forget_gate(hidden_states), torch.sigmoid(module.b_proj(hidden_states))
     out = kimi_delta_attention(
         q,
@@ -82,7 +82,7 @@ def kimi_linear(module: Any, step: Step, hidden_states: Tensor, **kwargs: Any) -
         method=step.method,
         qk_l2norm=True,
     )
-    gate = module.g_b_proj(module.g_a_proj(hidden_states)).unflatten(-1, heads)
+    gate = _heads(module.g_b_proj(module.g_a_proj(hidden_states)), *heads)
     projected: Tensor = module.o_proj(module.o_norm(step.leave(out), gate).flatten(2))
     return projected
 
@@ -91,7 +91,9 @@ def _conv(module: Any, step: Step, mixed: Tensor) -> Tensor:
     """The short convolution over this rank's tokens, which reads the tokens before them wherever they are."""
     weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
     x = step.enter(mixed)
-    out = causal_conv1d(x.to(weight.dtype), weight, bias, step.layout, step.cu_seqlens, step.group, activation="silu")
+    out: Tensor = causal_conv1d(
+        x.to(weight.dtype), weight, bias, step.layout, step.cu_seqlens, step.group, activation="silu"
+    )
     return out.to(x.dtype)
 
 
@@ -104,6 +106,10 @@ def _check(module: Any, kwargs: dict[str, Any]) -> None:
         )
     if module.activation not in ("silu", "swish"):
         raise InputError(f"{type(module).__name__} convolves with {module.activation!r}; only silu is supported")
+
+
+def _heads(x: Tensor, heads: int, dim: int) -> Tensor:
+    return x.reshape(*x.shape[:-1], heads, dim)
 
 
 def _high(x: Tensor) -> Tensor:

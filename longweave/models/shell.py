@@ -121,8 +121,8 @@ def _mend_balancing_loss(model: Any, step: Step, asked: Mapping[str, Any], out: 
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     if aux is None or not all(hasattr(model, name) for name in names):
         raise InputError(
-            f"{type(model).__name__} returns a load-balancing loss in a form that is not known, over this rank's tokens "
-            "only; call it with output_router_logits=False, or with return_dict=True"
+            f"{type(model).__name__} returns a load-balancing loss in a form that is not known, over this rank's "
+            "tokens only; call it with output_router_logits=False, or with return_dict=True"
         )
     part = balancing_loss(out.router_logits, model.num_experts, model.num_experts_per_tok, step)
     if out.loss is not None:

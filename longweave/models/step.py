@@ -1,8 +1,8 @@
 """What the layers of a model need to know about the batch that passes through them.
 
-A `Step` travels in the call: `batch.inputs` holds it under the name `longweave`, and models hand it down with their other
-keyword arguments. Where a model drops them, the context variable serves: the model's own forward sets it while it runs.
-It is never left set, so a model that is called without a batch is found out.
+A `Step` travels in the call: `batch.inputs` holds it under the name `longweave`, and models hand it down with their
+other keyword arguments. Where a model drops them, the context variable serves: the model's own forward sets it while it
+runs. It is never left set, so a model that is called without a batch is found out.
 """
 
 from __future__ import annotations

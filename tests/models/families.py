@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -201,7 +202,7 @@ def one_process(model: nn.Module, family: str, batch: Data, weighted: bool = Fal
     dtype = next(model.parameters()).dtype
     pieces, losses, logprobs, valid = [], [], [], 0
     with exact(dtype, family):
-        for start, stop in zip(CU[:-1], CU[1:], strict=True):
+        for start, stop in pairwise(CU):
             logits = model(input_ids=batch.ids[None, start:stop], use_cache=False).logits[0]
             targets = batch.labels[start + 1 : stop]
             nll = F.cross_entropy(logits[:-1], targets, ignore_index=-100, reduction="none")

@@ -1,5 +1,7 @@
 """Losses, log-probabilities and gradients over ranks, without any model library."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ class Head(nn.Module):
 def reference(weighted: bool, labels: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
     head, full = Head(), data()
     logprobs, valid = [], 0
-    for start, stop in zip(CU[:-1], CU[1:], strict=True):
+    for start, stop in pairwise(CU):
         logits = head.hidden[start : stop - 1] @ head.weight.T
         nll = F.cross_entropy(logits, labels[start + 1 : stop], ignore_index=-100, reduction="none")
         logprobs.append(torch.cat([nll.new_zeros(1), -nll]))
@@ -101,7 +103,7 @@ def test_fewer_tokens_than_ranks(ranks: Ranks) -> None:
 
 def positions() -> None:
     full = data()
-    expected = torch.cat([torch.arange(b - a) for a, b in zip(CU[:-1], CU[1:], strict=True)])
+    expected = torch.cat([torch.arange(b - a) for a, b in pairwise(CU)])
     for layout in ("auto", "zigzag", "contiguous", "balanced"):
         batch = lw.shard_batch(full.ids[None], CU, layout=layout)
         assert batch.unshard(batch.inputs["position_ids"]).equal(expected)
@@ -123,7 +125,7 @@ def differing_batches() -> None:
         mine[7] += 1
     with pytest.raises(lw.GroupError, match="rank 1 of the group hold another batch"):
         lw.shard_batch(mine, CU, mesh["cp"])
-    with pytest.raises(lw.LongweaveError, match="labels has the shape|rank 2 of the group refused"):
+    with pytest.raises(lw.LongweaveError, match=r"labels has the shape|rank 2 of the group refused"):
         lw.shard_batch(full.ids, CU, mesh["cp"], labels=full.ids[: CU[-1] - (rank == 2)])
     with pytest.raises(lw.GroupError, match="another"):
         lw.shard_batch(full.ids, CU, strategy="ring" if rank else "allgather")

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def gathered(module: nn.Module, step: Step, hidden_states: Tensor, **kwargs: obj
     """The stranger on the gathered sequence, one document at a time."""
 
     def run(x: Tensor) -> Tensor:
-        parts = [x[a:b].cumsum(0) for a, b in zip(CU[:-1], CU[1:], strict=True)]
+        parts = [x[a:b].cumsum(0) for a, b in pairwise(CU)]
         return torch.cat(parts)
 
     mixed = lw.gather_recompute(run, step.enter(hidden_states), step.layout, step.group)
@@ -133,7 +134,7 @@ def test_unknown_modules_are_named_and_refused() -> None:
         lw.parallelize(model)
     with pytest.raises(lw.InputError, match="MultiheadAttention"):
         lw.parallelize(nn.MultiheadAttention(8, 2))
-    with pytest.raises(lw.InputError, match="a torch.nn.Module"):
+    with pytest.raises(lw.InputError, match=r"a torch\.nn\.Module"):
         lw.parallelize("model")
     with pytest.raises(lw.InputError, match="role is 'wise'"):
         register(Stranger, "wise")
@@ -167,9 +168,9 @@ def test_sequence_classifiers_and_vision_are_refused() -> None:
     small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
     with pytest.raises(lw.InputError, match="LlamaForSequenceClassification"):
         lw.parallelize(LlamaForSequenceClassification(small))
+    changing = build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(lw.InputError, match="longest position"):
-        rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-        lw.parallelize(build("llama", rope_parameters=rope))
+        lw.parallelize(changing)
 
 
 def test_calls_that_a_parallel_model_refuses() -> None:
@@ -289,7 +290,7 @@ def test_the_balancing_loss_is_that_of_all_tokens(ranks: Ranks, family: str) -> 
     with exact(torch.float64, family):
         routed = [
             model(input_ids=full.ids[None, a:b], use_cache=False, output_router_logits=True).router_logits
-            for a, b in zip(CU[:-1], CU[1:], strict=True)
+            for a, b in pairwise(CU)
         ]
         layers = tuple(torch.cat([doc[i] for doc in routed]) for i in range(len(routed[0])))
         aux = module.load_balancing_loss_func(layers, model.num_experts, model.num_experts_per_tok)
@@ -393,10 +394,7 @@ def plain() -> None:
     torch.manual_seed(0)
     model = PlainAttention().double()
     full = data()
-    losses = [
-        F.cross_entropy(model(full.ids[a:b])[:-1], full.ids[a + 1 : b], reduction="sum")
-        for a, b in zip(CU[:-1], CU[1:], strict=True)
-    ]
+    losses = [F.cross_entropy(model(full.ids[a:b])[:-1], full.ids[a + 1 : b], reduction="sum") for a, b in pairwise(CU)]
     valid = CU[-1] - len(CU) + 1
     grads = torch.autograd.grad(sum(losses) / valid, list(model.parameters()))
     batch = lw.shard_batch(full.ids, CU)
