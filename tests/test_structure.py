@@ -70,6 +70,7 @@ def test_the_plan_needs_no_torch() -> None:
 def test_public_names() -> None:
     assert sorted(lw.__all__) == [
         "BackendError",
+        "Batch",
         "GroupError",
         "InputError",
         "Layout",
@@ -82,10 +83,16 @@ def test_public_names() -> None:
         "causal_conv1d",
         "gated_delta_rule",
         "gather_recompute",
+        "loss_scale",
         "make_plan",
+        "parallelize",
         "plan",
+        "reduce_gradients",
+        "reduce_sum",
         "reshard",
+        "restore",
         "shard",
+        "shard_batch",
         "unchecked",
         "unshard",
     ]

@@ -44,11 +44,20 @@ def unchecked() -> Iterator[None]:
         _checking.reset(token)
 
 
-def agree(comm: Comm, plans: Sequence[Planned], call: str, problem: InputError | None = None) -> None:
+def agree(
+    comm: Comm,
+    plans: Sequence[Planned],
+    call: str,
+    problem: InputError | None = None,
+    *,
+    what: str = "hold another plan than the rest",
+    remedy: str = "give every rank of the group the same cu_seqlens, mask and layout",
+) -> None:
     """Raise on every rank if the ranks' plans or calls differ, or if any rank found a problem with its own input.
 
     `call` describes what must be alike on all ranks besides the plans (dtype, trailing shape). `problem` is this rank's
     own finding; while the question is being asked, the others learn of it and raise too instead of waiting forever.
+    `what` and `remedy` are the words for fingerprints that differ.
     """
     new = [plan for plan in plans if comm.group not in plan.agreed_on]
     if comm.size == 1 or not new or not _checking.get():
@@ -64,12 +73,7 @@ def agree(comm: Comm, plans: Sequence[Planned], call: str, problem: InputError |
     if any(problems):
         bad = [rank for rank, flag in enumerate(problems) if flag]
         raise GroupError(f"{_ranks(bad)} of the group refused this call; see the error there. Nothing was sent.")
-    _compare(
-        plan_digests,
-        comm,
-        "hold another plan than the rest",
-        "give every rank of the group the same cu_seqlens, mask and layout",
-    )
+    _compare(plan_digests, comm, what, remedy)
     _compare(
         call_digests,
         comm,

@@ -59,6 +59,11 @@ def resolve(group: Group) -> Comm:
     return Comm(group, rank, dist.get_world_size(group))
 
 
+def ranks_of(group: Group) -> int:
+    """How many ranks there are, also in a mesh of several dimensions."""
+    return int(group.size()) if isinstance(group, DeviceMesh) else resolve(group).size
+
+
 def name_of(group: Group) -> str:
     """A string that stands for the group in operators that can be handed strings only; "" is a single process."""
     if isinstance(group, DeviceMesh) and group.ndim == 1:
