@@ -37,6 +37,59 @@ def bench_attention(tokens: list[int] = typer.Argument(None, help="Document leng
     console.print(attention.timelines(lengths[0]))
 
 
+@bench.command("packed")
+def bench_packed(tokens: list[int] = typer.Argument(None, help="Pack sizes; 8192 32768 by default.")) -> None:  # noqa: B008
+    """Packed documents on 2 and 4 local ranks: group-cast, all-gather, ring and one process."""
+    from longweave.tools.bench import packed
+
+    table = Table(title="packed causal documents, forward + backward, float32, 8:2 heads, d 64, one thread a rank")
+    for column in ("documents", "tokens", "ranks", "groupcast s", "speed-up over 1 process x 2 threads"):
+        table.add_column(column, justify="right")
+    for column in ("over allgather", "over ring", "MB received", "MB all-gather"):
+        table.add_column(column, justify="right")
+    for length in tokens or [8192, 32768]:
+        for kind in ("lognormal", "giant"):
+            for row in packed.run(length, kind):
+                ratios = (row.one_process, row.allgather, row.ring)
+                table.add_row(
+                    row.kind,
+                    str(row.tokens),
+                    str(row.ranks),
+                    f"{row.groupcast:.3f}",
+                    *(f"{other / row.groupcast:.2f}" for other in ratios),
+                    f"{row.mb_groupcast:.2f}",
+                    f"{row.mb_allgather:.2f}",
+                )
+    console.print(table)
+
+
+@bench.command("compare")
+def bench_compare(tokens: int = typer.Argument(32768), ranks: int = 4) -> None:
+    """Packed documents: traffic, balance and memory of all-gather, ring and group-cast."""
+    from longweave.tools.bench import packed
+
+    table = Table(title=f"{tokens} tokens of log-normal documents on {ranks} ranks, one forward, worst rank")
+    for column in ("strategy", "layout", "tokens received", "imbalance", "MB kept for backward", "MB peak"):
+        table.add_column(column, justify="left" if column in ("strategy", "layout") else "right")
+    for row in packed.compare(packed.documents("lognormal", tokens), ranks):
+        numbers = (f"{row.imbalance:.3f}", f"{row.mb_kept:.1f}", f"{row.mb_peak:.1f}")
+        table.add_row(row.strategy, row.layout, str(row.tokens_received), *numbers)
+    console.print(table)
+
+
+@bench.command("plan")
+def bench_plan() -> None:
+    """How long planning takes on this host."""
+    from longweave.tools.bench import plan
+
+    table = Table(title="planning, one thread")
+    for column in ("what", "first ms", "target ms", "again µs"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for row in plan.run():
+        table.add_row(row.what, f"{row.first_ms:.1f}", f"{row.target_ms:.0f}", f"{row.again_us:.0f}")
+    console.print(table)
+
+
 @bench.command("linear")
 def bench_linear(
     tokens: list[int] = typer.Argument(None, help="Lengths for the methods; 4096 to 65536 by default."),  # noqa: B008

@@ -10,7 +10,9 @@ All in float32 (float64 for float64). A query that has seen nothing has lse = �
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -40,10 +42,8 @@ class Partial:
 
     def add(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
         """Merge a partial of the queries q0 … q1, all of which see something in it (finite lse)."""
-        mine, total = self.out[:, q0:q1], self.lse[:, q0:q1]
-        lse = lse.to(total.dtype)
-        mine.lerp_(out.to(mine.dtype), torch.sigmoid(lse - total)[..., None])
-        torch.logaddexp(total, lse, out=total)
+        merge = compiled_merge() if self.out.is_cuda else _merge
+        merge(self.out[:, q0:q1], self.lse[:, q0:q1], out, lse)
 
     def add_some(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
         """Merge a partial in which some of the queries q0 … q1 may have seen nothing (lse = −∞)."""
@@ -58,6 +58,18 @@ class Partial:
         sink = sinks.to(self.lse.dtype)[:, None]
         self.out.mul_(torch.sigmoid(self.lse - sink)[..., None])
         torch.logaddexp(self.lse, sink.expand_as(self.lse), out=self.lse)
+
+
+def _merge(mine: Tensor, total: Tensor, out: Tensor, lse: Tensor) -> None:
+    lse = lse.to(total.dtype)
+    mine.lerp_(out.to(mine.dtype), torch.sigmoid(lse - total)[..., None])
+    total.copy_(torch.logaddexp(total, lse))
+
+
+@lru_cache(maxsize=1)
+def compiled_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """The merge as one kernel: on a GPU its few passes over the output are what a ring step costs beyond attention."""
+    return torch.compile(_merge, dynamic=True)
 
 
 def sinks_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:

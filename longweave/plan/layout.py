@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -33,6 +33,9 @@ from longweave.plan.ranges import (
     join_touching,
     ramp,
 )
+
+if TYPE_CHECKING:
+    from longweave.plan.mask import Mask
 
 
 class SpanTable:
@@ -112,7 +115,7 @@ class Layout:
 
     >>> layout = Layout.zigzag([0, 12, 18, 22], world_size=2)
     >>> layout.spans
-    (((0, 3), (9, 14), (17, 19), (21, 22)), ((3, 9), (14, 17), (19, 21)))
+    ((Span(start=0, stop=3), …), (Span(start=3, stop=9), …))
 
     Equal layouts hash alike and have the same `fingerprint`; they share one table, so making the same layout again is
     cheap. The object itself only adds `agreed_on`: the process groups whose ranks were all seen to hold this layout
@@ -141,6 +144,35 @@ class Layout:
         at most one token as well, also over thousands of documents that are shorter than 2·P.
         """
         return cls(_zigzag(cu_key(cu_seqlens), check_world_size(world_size)))
+
+    @classmethod
+    def balanced(
+        cls,
+        mask: Mask,
+        world_size: int,
+        *,
+        chunk_size: int | Literal["auto"] = "auto",
+        imbalance: float = 0.03,
+        token_slack: int | None = None,
+        node_size: int | None = None,
+    ) -> Layout:
+        """The dispatch solver: equal work and equal tokens for all ranks, and little K/V to move between them.
+
+        Documents are cut into chunks of `chunk_size` tokens (by default about 1/64 of a rank's tokens) and stay whole
+        where they can. Of several layouts the one whose slowest rank is fastest wins, by the larger of its compute and
+        its traffic (`plan.cost.CostModel`). No rank holds more than `token_slack` tokens (by default one chunk) over an
+        equal share. A rank may exceed the mean mask area by `imbalance` of it; a layout over that must be faster by
+        five times the excess to be taken, as where documents are so short that moving them costs more than computing.
+        With `node_size` ranks to a node, traffic inside a node counts less, and documents stay inside where they can.
+
+        >>> Layout.balanced(Mask.causal([0, 6000, 8000, 12000]), world_size=2).spans
+        (((0, 1408), (4480, 8000), (10432, 11456)), ((1408, 4480), (8000, 10432), (11456, 12000)))
+
+        Works for every mask, needs no communication, and gives the same layout on every rank.
+        """
+        from longweave.plan.balance import solve  # the solver makes layouts, so it imports this module
+
+        return cls(solve(mask, world_size, chunk_size, imbalance, token_slack, node_size))
 
     @classmethod
     def from_spans(cls, total: int, spans: Sequence[Iterable[tuple[int, int]]]) -> Layout:

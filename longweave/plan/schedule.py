@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 from longweave.errors import InputError
-from longweave.plan.cost import Machine, Shape, estimates
+from longweave.plan.cost import cost
+from longweave.plan.estimate import Machine, Shape, estimates, stages_for
 from longweave.plan.layout import Layout, SpanTable
 from longweave.plan.mask import Mask
 
 if TYPE_CHECKING:
     from longweave.plan.report import Report
 
-STRATEGIES = ("ring", "allgather", "ulysses")
+STRATEGIES = ("groupcast", "ring", "allgather", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Decision:
     ulysses_size: int
     shape: Shape
     machine: Machine
+    stages: int
+    keep_kv: bool
     why: str
     fingerprint: str
 
@@ -63,6 +66,19 @@ class Plan:
     def ulysses_size(self) -> int:
         """How many ranks exchange heads among themselves: 1 for all but Ulysses and ring × Ulysses."""
         return self.decision.ulysses_size
+
+    @property
+    def stages(self) -> int:
+        """In how many exchanges a group-cast brings its keys, unless a call says otherwise."""
+        return self.decision.stages
+
+    @property
+    def keep_kv(self) -> bool:
+        """Whether a group-cast keeps received keys for backward, unless a call says otherwise.
+
+        Yes where no rank receives more tokens than the largest rank holds: at most one more block of K/V.
+        """
+        return self.decision.keep_kv
 
     @property
     def world_size(self) -> int:
@@ -111,7 +127,8 @@ def make_plan(
 ) -> Plan:
     """Decide how K/V reaches Q. No communication: all ranks come to the same plan from the same arguments.
 
-    strategy: "ring", "allgather", "ulysses", or "auto" to take the fastest by the cost model (`plan.why` says why).
+    strategy: "groupcast", "ring", "allgather", "ulysses", or "auto" to take the fastest by the cost model (`plan.why`
+        says why).
     ulysses_size: for "ring" and "ulysses", how many neighbouring ranks divide heads; the ring then goes over blocks of
         that many ranks. Must divide the world size.
     heads, kv_heads, head_dim, v_dim, itemsize, machine: what the cost model assumes; results do not depend on them.
@@ -145,10 +162,17 @@ def _decide(
         strategy = best.strategy
         why = f"fastest by the cost model: {best}; " + ", ".join(map(str, others))
     size = check_ulysses_size(strategy, ulysses_size, table.world_size)
+    stages, keep_kv = 1, False
+    if strategy == "groupcast":
+        layout_cost = cost(mask, Layout(table))
+        most = int(max(layout_cost.sent.max(), layout_cost.received.max()))
+        compute = int(layout_cost.area.max()) * shape.flops_per_pair / machine.flops
+        stages = stages_for(compute, most * shape.kv_bytes / machine.bytes_per_second)
+        keep_kv = int(layout_cost.received.max()) <= max(table.counts)
     digest = blake2b(digest_size=16)
-    for part in (mask.fingerprint, table.fingerprint, strategy, str(size)):
+    for part in (mask.fingerprint, table.fingerprint, strategy, str((size, stages, keep_kv))):
         digest.update(part.encode())
-    return Decision(mask, table, strategy, size, shape, machine, why, digest.hexdigest())
+    return Decision(mask, table, strategy, size, shape, machine, stages, keep_kv, why, digest.hexdigest())
 
 
 def check_ulysses_size(strategy: str, size: int | None, world_size: int) -> int:

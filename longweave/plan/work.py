@@ -24,38 +24,27 @@ from longweave.plan.slices import HI, K0, K1, LO, Q0, Q1
 @lru_cache(maxsize=256)
 def work_by_source(mask: Mask, table: SpanTable, rank: int) -> tuple[Ints, ...]:
     """For each source rank the rows of `rank`'s queries on that source's keys, both in local coordinates; fused."""
-    rows, k_span = _cut(mask, table, rank)
-    owner = table.sorted[2][k_span]
-    return tuple(frozen(fuse(rows[owner == source])) for source in range(table.world_size))
+    rows, q_shift = own_rows(mask, table, rank)
+    starts, stops, ranks = table.sorted
+    k_shift = table.local_starts[table.token_order] - starts
+    rows, k_span, origin = sl.cut_k(rows, starts, stops)
+    rows = sl.move(rows, q_shift[origin], k_shift[k_span])
+    return tuple(frozen(fuse(rows[ranks[k_span] == source])) for source in range(table.world_size))
 
 
 @lru_cache(maxsize=256)
 def work_on_all(mask: Mask, table: SpanTable, rank: int) -> Ints:
     """The rows of `rank`'s queries, in local coordinates, on all keys, in token order; fused."""
-    own = np.flatnonzero(table.ranks[table.token_order] == rank)
-    starts, stops, _ = (column[own] for column in table.sorted)
+    rows, q_shift = own_rows(mask, table, rank)
+    return frozen(fuse(sl.move(rows, q_shift, 0)))
+
+
+def own_rows(mask: Mask, table: SpanTable, rank: int) -> tuple[Ints, Ints]:
+    """The rows of `rank`'s queries in global coordinates, and for each what takes its queries to local ones."""
+    own = np.flatnonzero(table.sorted[2] == rank)
+    starts, stops = table.sorted[0][own], table.sorted[1][own]
     rows, span = sl.cut_q(mask.rows, starts, stops)
-    shift = table.local_starts[table.token_order[own]] - starts
-    return frozen(fuse(sl.move(rows, shift[span], 0)))
-
-
-def _cut(mask: Mask, table: SpanTable, rank: int) -> tuple[Ints, Ints]:
-    """Rows of `rank` in local coordinates of it and of the key's owner, and the key span (in token order) of each."""
-    starts, stops, ranks = table.sorted
-    to_local = table.local_starts[table.token_order] - starts
-    own = np.flatnonzero(ranks == rank)
-    rows, q_span = sl.cut_q(mask.rows, starts[own], stops[own])
-    rows, k_span, origin = sl.cut_k(rows, starts, stops)
-    return sl.move(rows, to_local[own][q_span[origin]], to_local[k_span]), k_span
-
-
-def areas(mask: Mask, table: SpanTable) -> Ints:
-    """The number of allowed pairs of each rank's queries."""
-    starts, stops, ranks = table.sorted
-    rows, span = sl.cut_q(mask.rows, starts, stops)
-    total = np.zeros(table.world_size, dtype=np.int64)
-    np.add.at(total, ranks[span], sl.area(rows))
-    return total
+    return rows, (table.local_starts[table.token_order[own]] - starts)[span]
 
 
 def fuse(rows: Ints) -> Ints:

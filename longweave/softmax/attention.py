@@ -42,8 +42,8 @@ def attention(
     softcap: logits become softcap · tanh(logits / softcap).
     sinks: (H,) learned logits, one more key per head with the value 0.
     backend: a kernel by name, or "auto"; what ran is logged at debug level by `longweave.kernels`.
-    strategy_options: `ulysses_size` (ring, ulysses); `heads_k_stride`, `bwd_head_first_stride`,
-        `bwd_head_last_stride` (allgather).
+    strategy_options: `stages`, `keep_kv` (groupcast); `ulysses_size` (ring, ulysses); `heads_k_stride`,
+        `bwd_head_first_stride`, `bwd_head_last_stride` (allgather).
 
     Returns out (tokens, H, Dv) in the dtype of q, and with `return_lse` also the log-sum-exp of the logits (tokens, H)
     in float32, which carries no gradient. A query that sees nothing gives 0 and −∞. Under autocast, q, k and v are
@@ -65,7 +65,13 @@ def attention(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if return_lse:
         strategy_options["return_lse"] = 1
-    options = ",".join([f"{name}={value}" for name, value in strategy_options.items() if value is not None])
+    options = ",".join(
+        [
+            f"{name}={int(value) if isinstance(value, bool) else value}"
+            for name, value in strategy_options.items()
+            if value is not None
+        ]
+    )
     out, lse, _ = torch.ops.longweave.attention(
         q, k, v, sinks, plan.key, name_of(group), scale, softcap, backend, options
     )
@@ -120,14 +126,13 @@ def _attention_backward(
     backend: str,
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv (T, heads, dim) and dsinks (H,), empty without sinks. sizes: H, Hk, is `saved` token-first."""
-    heads, kv_heads, token_first = sizes
+    """dq, dk, dv (T, heads, dim) and dsinks (H,), empty without sinks. sizes: H, Hk, saved token-first."""
+    heads, kv_heads, at_the_door = sizes
     strategy = strategy_of(Call(recall(key), named(group), heads, kv_heads, _parse(options)))
-    if token_first:
-        saved = [x.transpose(0, 1).contiguous() for x in saved]
+    saved = [*(x.transpose(0, 1).contiguous() for x in saved[:at_the_door]), *saved[at_the_door:]]
     q, k, v = saved[:3]
     kernel = choose(q, k, v, _scale(scale, q), softcap, backend)
-    grads = strategy.backward(kernel, grad_out.transpose(0, 1).contiguous(), list(saved), sinks)
+    grads = strategy.backward(kernel, grad_out.transpose(0, 1).contiguous(), saved, sinks)
     # Always copies: dk and dv may be views of one buffer, which an operator must not return.
     dq, dk, dv = (
         torch.empty(grad.transpose(0, 1).shape, dtype=q.dtype, device=q.device).copy_(grad.transpose(0, 1))
@@ -150,21 +155,11 @@ def _(
     backend: str,
     options: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    plan, comm = recall(key), named(group)
-    call = Call(plan, comm, q.shape[1], k.shape[1], _parse(options))
+    strategy = strategy_of(Call(recall(key), named(group), q.shape[1], k.shape[1], _parse(options)))
     tokens, heads, _ = q.shape
-    sums = accumulation_dtype(q.dtype)
-    out, lse = q.new_empty(tokens, heads, v.shape[-1]), q.new_empty((tokens, heads), dtype=sums)
-    strategy: Any = strategy_of(call)
-    if getattr(strategy, "size", 1) == 1:
-        return out, lse, []
-    if not call.options.get("return_lse"):
-        lse = q.new_empty((0,), dtype=sums)
-    (q0, q1), (k0, k1) = (spans[comm.rank % strategy.size] for spans in (strategy.split.q, strategy.split.k))
-    block = strategy.table.counts[strategy.ring.index]
-    shapes = [(q1 - q0, q.shape[-1]), (k1 - k0, k.shape[-1]), (k1 - k0, v.shape[-1]), (q1 - q0, v.shape[-1])]
-    saved = [q.new_empty(n, block, dim) for n, dim in shapes]
-    return out, lse, [*saved, q.new_empty((q1 - q0, block), dtype=sums)]
+    has_lse = strategy.keeps_inputs or "return_lse" in options
+    lse = q.new_empty((tokens, heads) if has_lse else (0,), dtype=accumulation_dtype(q.dtype))
+    return q.new_empty(tokens, heads, v.shape[-1]), lse, strategy.extra(q, k, v)
 
 
 @_attention_backward.register_fake
@@ -188,13 +183,14 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, sinks, key, *call = inputs
-    out, lse, saved = output
-    ctx.sizes = [q.shape[1], k.shape[1], int(not saved)]
-    ctx.plan, ctx.call = recall(key), (key, *call)
+    q, k, v, sinks, key, group, *call = inputs
+    out, lse, extra = output
+    ctx.plan = recall(key)
+    strategy = strategy_of(Call(ctx.plan, named(group), q.shape[1], k.shape[1], _parse(call[-1])))
+    at_the_door = [q, k, v, out, lse] if strategy.keeps_inputs else []
+    ctx.sizes, ctx.call = [q.shape[1], k.shape[1], len(at_the_door)], (key, group, *call)
     ctx.has_sinks = sinks is not None
-    kept = list(saved) or [q, k, v, out, lse]
-    ctx.save_for_backward(*kept, *([sinks] if sinks is not None else []))
+    ctx.save_for_backward(*at_the_door, *extra, *([sinks] if sinks is not None else []))
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """From a plan to something that runs: one object per strategy, with the forward and the backward of one call.
 
-Both take and give head-first tensors of this rank: q (H, T, D), k (Hk, T, D), v (Hk, T, Dv). `saved` is what backward
-wants to find again; whatever it holds is as large as the inputs and output of this rank, or smaller.
+Both take and give head-first tensors of this rank: q (H, T, D), k (Hk, T, D), v (Hk, T, Dv). Backward finds q, k, v,
+out and lse again (unless `keeps_inputs` is false: then what forward made instead of them), and the `extra` tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,14 +17,17 @@ from torch import Tensor
 from longweave.comm.groups import Comm
 from longweave.errors import InputError
 from longweave.kernels.attention import Kernel
+from longweave.kernels.dtypes import accumulation_dtype
 from longweave.kernels.merge import Partial, sinks_gradient
 from longweave.kernels.tasks import Tasks
+from longweave.plan.cast import Cast, cast
 from longweave.plan.heads import HeadSplit, head_groups, split_heads
 from longweave.plan.layout import Layout, SpanTable, join_ranks
 from longweave.plan.mask import Mask
 from longweave.plan.schedule import Plan, check_ulysses_size
 from longweave.plan.work import work_by_source, work_on_all
 from longweave.softmax.allgather import Gather, allgather_backward, allgather_forward
+from longweave.softmax.groupcast import Stage, groupcast_backward, groupcast_forward
 from longweave.softmax.heads import HeadExchange, sum_heads
 from longweave.softmax.ring import Ring, ring_backward, ring_forward
 from longweave.tokens import rank_order, token_order
@@ -46,10 +49,17 @@ class Call:
 class Strategy(Protocol):
     """How K/V reaches Q and gradients get home."""
 
+    @property
+    def keeps_inputs(self) -> bool:
+        """Does backward want q, k, v, out and lse as they were at the door?"""
+
     def forward(
         self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """out (H, T, Dv), lse (H, T), saved. An empty `saved` stands for q, k, v, out, lse themselves."""
+        """out (H, T, Dv), lse (H, T; empty where it costs extra and nobody asked), extra tensors for backward."""
+
+    def extra(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Empty tensors with the shapes of forward's extra tensors, for token-first q, k, v."""
 
     def backward(self, kernel: Kernel, grad_out: Tensor, saved: list[Tensor], sinks: Tensor | None) -> Grads:
         """dq, dk, dv and the gradient of the sinks, in float32 or the dtype of the inputs."""
@@ -64,7 +74,9 @@ def strategy_of(call: Call) -> Strategy:
         takes = f"takes {', '.join(known)}" if known else "takes no options"
         raise InputError(f"strategy {name} {takes}, not {', '.join(unknown)}")
     for option, value in call.options.items():
-        if value < 1:
+        if option == "keep_kv" and value not in (0, 1):
+            raise InputError(f"keep_kv is {value}; give True or False")
+        if option != "keep_kv" and value < 1:
             raise InputError(f"{option} is {value}; give a positive int")
     return maker(call)
 
@@ -104,6 +116,20 @@ class RingOfHeads:
     @cached_property
     def split(self) -> HeadSplit:
         return split_heads(self.call.heads, self.call.kv_heads, self.size)
+
+    @property
+    def keeps_inputs(self) -> bool:
+        return self.size == 1
+
+    def extra(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        if self.size == 1:
+            return []
+        inner = self.call.comm.rank % self.size
+        (q0, q1), (k0, k1) = self.split.q[inner], self.split.k[inner]
+        tokens = self.table.counts[self.ring.index]
+        shapes = [(q1 - q0, q.shape[-1]), (k1 - k0, k.shape[-1]), (k1 - k0, v.shape[-1]), (q1 - q0, v.shape[-1])]
+        lse = q.new_empty((q1 - q0, tokens), dtype=accumulation_dtype(q.dtype))
+        return [*(q.new_empty(heads, tokens, dim) for heads, dim in shapes), lse]
 
     def exchange(self, device: torch.device) -> HeadExchange:
         comm, size = self.call.comm, self.size
@@ -169,6 +195,10 @@ class AllGather:
     """All keys on every rank, a few K/V heads at a time."""
 
     call: Call
+    keeps_inputs: ClassVar[bool] = True
+
+    def extra(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return []
 
     def __post_init__(self) -> None:
         self.groups(backward=True)  # bad strides raise before anything is sent
@@ -219,7 +249,52 @@ class AllGather:
         return *grads, dsinks
 
 
+# -- group-cast ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupCast:
+    """Only the keys that are needed, in stages."""
+
+    call: Call
+    keeps_inputs: ClassVar[bool] = True
+
+    @cached_property
+    def cast(self) -> Cast:
+        plan = self.call.plan
+        return cast(plan.mask, plan.layout.table, self.call.comm.rank, self.call.options.get("stages", plan.stages))
+
+    @property
+    def keep_kv(self) -> bool:
+        return bool(self.call.options.get("keep_kv", self.call.plan.keep_kv))
+
+    def stages(self, device: torch.device) -> tuple[Tasks, list[Stage]]:
+        own, parts = cast_on_device(self.cast, device)
+        return own, [replace(stage, comm=self.call.comm) for stage in parts]
+
+    def extra(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        if not self.keep_kv:
+            return []
+        dims = (k.shape[1], k.shape[-1] + v.shape[-1])
+        return [k.new_empty(sum(stage.recv_splits), *dims) for stage in self.cast.stages]
+
+    def forward(
+        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        result, received = groupcast_forward(kernel, q, k, v, *self.stages(q.device))
+        if sinks is not None:
+            result.add_sinks(sinks)
+        return result.out, result.lse, received if self.keep_kv else []
+
+    def backward(self, kernel: Kernel, grad_out: Tensor, saved: list[Tensor], sinks: Tensor | None) -> Grads:
+        q, k, v, out, lse, *received = saved
+        dsinks = None if sinks is None else sinks_gradient(sinks, grad_out, out, lse)
+        grads = groupcast_backward(kernel, grad_out, q, k, v, out, lse, *self.stages(q.device), received=received)
+        return *grads, dsinks
+
+
 _STRATEGIES: dict[str, tuple[Callable[[Call], Strategy], tuple[str, ...]]] = {
+    "groupcast": (GroupCast, ("stages", "keep_kv", "return_lse")),
     "ring": (RingOfHeads, ("ulysses_size", "return_lse")),
     "ulysses": (RingOfHeads, ("ulysses_size", "return_lse")),
     "allgather": (AllGather, ("heads_k_stride", "bwd_head_first_stride", "bwd_head_last_stride", "return_lse")),
@@ -246,3 +321,18 @@ def block_order(table: SpanTable, ranks: tuple[int, ...], device: torch.device) 
     tokens = torch.cat([torch.from_numpy(layout.indices(rank)) for rank in ranks])
     order = torch.argsort(tokens)
     return order.to(device), torch.argsort(order).to(device)
+
+
+@lru_cache(maxsize=64)
+def cast_on_device(schedule: Cast, device: torch.device) -> tuple[Tasks, tuple[Stage, ...]]:
+    """A schedule with its indices as tensors; whoever uses it puts in its own group."""
+    nobody = Comm(None, 0, 1)
+    stages = []
+    for stage in schedule.stages:
+        send, order = (torch.from_numpy(index.copy()) for index in (stage.send_index, stage.order))
+        back = torch.argsort(order).to(device)
+        tasks = Tasks(stage.rows)
+        stages.append(
+            Stage(nobody, stage.send_splits, stage.recv_splits, send.to(device), order.to(device), back, tasks)
+        )
+    return Tasks(schedule.own), tuple(stages)

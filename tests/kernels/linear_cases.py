@@ -90,9 +90,7 @@ def with_grads(fn, inputs: Sequence[Tensor], state: Tensor | None, seed: int = 7
     start = None if state is None else state.detach().clone().requires_grad_()
     out, final = fn(leaves, start)
     rng = torch.Generator().manual_seed(seed)
-    loss = sum(
-        (y.double() * torch.randn(y.shape, generator=rng, dtype=torch.float64)).sum() for y in (out, final)
-    )
+    loss = sum((y.double() * torch.randn(y.shape, generator=rng, dtype=torch.float64)).sum() for y in (out, final))
     grads = torch.autograd.grad(loss, leaves if start is None else [*leaves, start], materialize_grads=True)
     return [out.detach(), final.detach(), *grads]
 
@@ -105,7 +103,5 @@ def worst(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
         assert a.shape == e.shape
         assert bool(torch.isfinite(a).all())
         if e.numel():
-            errors.append(
-                float((a.double() - e.double()).abs().max() / e.double().abs().max().clamp_min(1e-3))
-            )
+            errors.append(float((a.double() - e.double()).abs().max() / e.double().abs().max().clamp_min(1e-3)))
     return max(errors)

@@ -12,6 +12,7 @@ from reference import Problem, dense_attention, solve, worst
 
 import longweave as lw
 from longweave.kernels import cpu_flash, cuda_flash, flex
+from longweave.kernels import merge as merge_module
 from longweave.kernels.attention import Kernel, attend, attend_backward, choose, zeros_like_sum
 from longweave.kernels.merge import Partial
 from longweave.kernels.tasks import Tasks
@@ -78,6 +79,19 @@ def test_merge_in_any_order_and_with_nothing(parts: list[int], seed: int) -> Non
     out, lse = dense_attention(problem.q, problem.k, problem.v, mask, scale=0.5)
     assert worst(whole.out.transpose(0, 1), out) < 1e-12
     assert worst(whole.lse.t(), lse) < 1e-12
+
+
+def test_the_merge_compiles() -> None:
+    """In one graph; what a GPU runs is the same graph."""
+    merge = torch.compile(merge_module._merge, dynamic=True, fullgraph=True, backend="aot_eager")
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(2, 5, 4, generator=g) for _ in range(2))
+    la, lb = (torch.randn(2, 5, generator=g) for _ in range(2))
+    expected = Partial(a.clone(), la.clone())
+    expected.add(0, 5, b, lb)
+    merge(a, la, b, lb)
+    assert torch.allclose(a, expected.out)
+    assert torch.allclose(la, expected.lse)
 
 
 def test_queries_that_see_nothing() -> None:

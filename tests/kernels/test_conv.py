@@ -29,9 +29,7 @@ def reference(x, weight, bias, cu, activation, halo):
     return F.silu(z) if activation == "silu" else z
 
 
-def compare(
-    cu, width, activation, *, with_bias=True, with_halo=True, dtype=torch.float64, channels=5
-) -> float:
+def compare(cu, width, activation, *, with_bias=True, with_halo=True, dtype=torch.float64, channels=5) -> float:
     rng = torch.Generator().manual_seed(width)
 
     def normal(*shape):
@@ -44,8 +42,7 @@ def compare(
     results = []
     for fn, wide in ((causal_conv1d, False), (reference, True)):
         leaves = [
-            None if a is None else (a.double() if wide else a).clone().requires_grad_()
-            for a in (x, weight, bias, halo)
+            None if a is None else (a.double() if wide else a).clone().requires_grad_() for a in (x, weight, bias, halo)
         ]
         xs, w, b, h = leaves
         if fn is reference:
@@ -60,9 +57,7 @@ def compare(
         assert ours.dtype == dtype
         assert ours.shape == theirs.shape
         if theirs.numel():
-            worst = max(
-                worst, float((ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3))
-            )
+            worst = max(worst, float((ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3)))
     return worst
 
 
@@ -115,9 +110,7 @@ def test_non_contiguous_input() -> None:
 
 
 def test_gradcheck() -> None:
-    leaves = [
-        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 2), (2, 3), (2,), (3, 2, 2))
-    ]
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 2), (2, 3), (2,), (3, 2, 2))]
     assert torch.autograd.gradcheck(
         lambda x, w, b, h: causal_conv1d(x, w, b, [0, 1, 4, 7], activation="silu", halo=h), leaves
     )

@@ -27,9 +27,7 @@ def test_the_picture_in_the_docstring() -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(0, 4), st.integers(1, 9))
-def test_each_token_has_one_slot_and_state_rows_follow_their_segment(
-    lengths: list[int], log2: int, size: int
-) -> None:
+def test_each_token_has_one_slot_and_state_rows_follow_their_segment(lengths: list[int], log2: int, size: int) -> None:
     cu = np.cumsum([0, *lengths]).tolist()
     table = chunk_table(spans_of(cu, cu[-1]), 2**log2)
     blocks = table.blocks(size)
@@ -76,11 +74,7 @@ def test_the_size_of_chunks_follows_the_lengths() -> None:
 
 def test_tables_are_cached_and_bad_spans_refused() -> None:
     assert chunk_table([(0, 5), (5, 9)]) is chunk_table(np.array([[0, 5], [5, 9]]))
-    assert (
-        spans_of(torch.tensor([0, 2, 2, 5]), 5)
-        == spans_of(np.array([0, 2, 2, 5]), 5)
-        == ((0, 2), (2, 2), (2, 5))
-    )
+    assert spans_of(torch.tensor([0, 2, 2, 5]), 5) == spans_of(np.array([0, 2, 2, 5]), 5) == ((0, 2), (2, 2), (2, 5))
     with pytest.raises(InputError, match="overlaps"):
         chunk_table([(0, 5), (4, 9)])
     with pytest.raises(InputError, match="backwards"):

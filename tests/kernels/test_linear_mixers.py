@@ -72,12 +72,8 @@ def test_any_strength_of_decay_in_float32(case: Case, decay: float) -> None:
 def test_weak_decay_after_strong_decay_keeps_its_digits(case: Case) -> None:
     """cumsum(g) is near −3000 at the end of a chunk: float32 differences would be off by 1e-4."""
     inputs = case.inputs(64, K=16, V=16, dtype=torch.float32)
-    inputs[3] = torch.where(torch.arange(64) % 2 == 0, -93.7, -0.137).reshape(
-        64, *[1] * (inputs[3].dim() - 1)
-    )
-    inputs[3] = inputs[3].expand(
-        inputs[2].shape[:2] + (inputs[1].shape[2:] if case.decay == "channel" else ())
-    )
+    inputs[3] = torch.where(torch.arange(64) % 2 == 0, -93.7, -0.137).reshape(64, *[1] * (inputs[3].dim() - 1))
+    inputs[3] = inputs[3].expand(inputs[2].shape[:2] + (inputs[1].shape[2:] if case.decay == "channel" else ()))
     fast = with_grads(lambda x, s: case.chunked(x, None, s), inputs, None)
     slow = with_grads(lambda x, s: case.reference(x, None, s), [x.double() for x in inputs], None)
     assert worst(fast, slow) < 1e-5
@@ -105,15 +101,11 @@ def test_non_contiguous_inputs(case: Case) -> None:
     out, final = case.chunked(strided, cu, None, chunk=8)
     expected, expected_final = case.reference(inputs, cu, None)
     assert worst([out, final], [expected, expected_final]) < 1e-10
-    d_out = torch.randn(50, 8, 2, dtype=torch.float64).transpose(
-        1, 2
-    )  # an upstream gradient with odd strides
+    d_out = torch.randn(50, 8, 2, dtype=torch.float64).transpose(1, 2)  # an upstream gradient with odd strides
     leaf = strided[2].requires_grad_()
     (ours,) = torch.autograd.grad(case.chunked([*strided[:2], leaf, *strided[3:]], cu, None)[0], leaf, d_out)
     leaf = inputs[2].clone().requires_grad_()
-    (theirs,) = torch.autograd.grad(
-        case.reference([*inputs[:2], leaf, *inputs[3:]], cu, None)[0], leaf, d_out
-    )
+    (theirs,) = torch.autograd.grad(case.reference([*inputs[:2], leaf, *inputs[3:]], cu, None)[0], leaf, d_out)
     assert worst([ours], [theirs]) < 1e-10
 
 
@@ -157,9 +149,7 @@ def test_without_final_states_outputs_and_gradients_are_the_same(case: Case) -> 
     cu = [0, 40, 43, 43, 60]
     inputs = [x.requires_grad_() for x in case.inputs(60)]
     d_out = torch.randn(60, 2, 8, dtype=torch.float64)
-    out, none = case.fast(
-        *inputs, cu, scale=case.scale, chunk=8, initial_state=None, output_final_state=False
-    )
+    out, none = case.fast(*inputs, cu, scale=case.scale, chunk=8, initial_state=None, output_final_state=False)
     assert none is None
     expected, _ = case.reference(inputs, cu, None)
     grads, expected_grads = (torch.autograd.grad(y, inputs, d_out) for y in (out, expected))
@@ -190,9 +180,7 @@ def test_fake_tensors_leave_nothing_behind() -> None:
         cu = [*cu, cu[-1] + 3]
         for fake in (fake_first, not fake_first):
             with FakeTensorMode() if fake else nullcontext():
-                given = [
-                    torch.rand(s, requires_grad=True) for s in ((cu[-1], 2, 4),) * 3 + ((cu[-1], 2),) * 2
-                ]
+                given = [torch.rand(s, requires_grad=True) for s in ((cu[-1], 2, 4),) * 3 + ((cu[-1], 2),) * 2]
                 out, final = GDN.fast(*given, cu, output_final_state=True)
                 out.sum().backward()
             assert out.shape == (cu[-1], 2, 4)
@@ -250,10 +238,7 @@ def test_ssd_equals_its_recurrence_with_skip() -> None:
         S, out = torch.zeros(4, 3, 5, dtype=torch.float64), []
         for t in range(30):
             b, c = B[t].repeat_interleave(2, 0), C[t].repeat_interleave(2, 0)
-            S = (
-                torch.exp(A * dt[t])[:, None, None] * S
-                + dt[t][:, None, None] * b[:, :, None] * x[t][:, None, :]
-            )
+            S = torch.exp(A * dt[t])[:, None, None] * S + dt[t][:, None, None] * b[:, :, None] * x[t][:, None, :]
             out.append(torch.einsum("hnp,hn->hp", S, c) + D[:, None] * x[t])
         return torch.stack(out), S[None]
 

@@ -75,9 +75,7 @@ def fake_fla(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     """An op with the signature and the limits of flash-linear-attention's, on any device."""
     calls: list[dict] = []
 
-    def op(
-        *, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
-    ):
+    def op(*, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
         calls.append({"q": q, "k": k, "g": g, "cu_seqlens": cu_seqlens, "initial_state": initial_state})
         assert q.shape[0] == 1
         assert q.shape == k.shape
@@ -116,9 +114,7 @@ def test_arguments_for_flash_linear_attention(fake_fla: list[dict], cu: list[int
 def test_flash_linear_attention_without_tokens(fake_fla: list[dict]) -> None:
     inputs = GDN.inputs(0, 2, 4, dtype=torch.bfloat16)
     state = torch.randn(2, 4, 8, 8)
-    out, final = gated_delta_rule(
-        *inputs, [0, 0, 0], initial_state=state, output_final_state=True, backend="fla"
-    )
+    out, final = gated_delta_rule(*inputs, [0, 0, 0], initial_state=state, output_final_state=True, backend="fla")
     assert out.shape == (0, 4, 8)
     assert torch.equal(final, state)
     assert not fake_fla

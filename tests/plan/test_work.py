@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from test_routing import layouts
 
 from longweave import Layout, Mask
-from longweave.plan.work import areas, fuse, work_by_source, work_on_all
+from longweave.plan.cost import areas
+from longweave.plan.work import fuse, work_by_source, work_on_all
 
 CU = [0, 3, 3, 14, 15, 22]
 
@@ -46,7 +47,7 @@ def test_every_pair_is_computed_once_by_the_rank_of_its_query(name: str, layout:
             assert found == [*zip(*(x.tolist() for x in np.nonzero(expected)), strict=True)]
         found = pairs(work_on_all(mask, layout.table, rank))
         assert found == [*zip(*(x.tolist() for x in np.nonzero(dense[mine])), strict=True)]
-    assert areas(mask, layout.table).tolist() == [dense[layout.indices(rank)].sum() for rank in range(3)]
+    assert areas(mask, layout).tolist() == [dense[layout.indices(rank)].sum() for rank in range(3)]
 
 
 spans = st.tuples(st.integers(0, 8), st.integers(1, 4)).map(lambda t: (t[0], t[0] + t[1]))

@@ -33,6 +33,7 @@ STRATEGIES = {
     "allgather": ("allgather", {}),
     "ulysses": ("ulysses", {}),
     "ring x ulysses": ("ring", {"ulysses_size": 2}),
+    "groupcast": ("groupcast", {}),
 }
 
 

@@ -20,6 +20,7 @@ STRATEGIES = {
     "allgather": ("allgather", {}),
     "ulysses": ("ulysses", {}),
     "ring x ulysses": ("ring", {"ulysses_size": 2}),
+    "groupcast": ("groupcast", {}),
 }
 
 
@@ -225,7 +226,8 @@ def kept_by_autograd(strategy: str, options: dict) -> dict[str, int]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_autograd_keeps_does_not_grow_with_the_ranks(ranks: Ranks, strategy: str, world: int) -> None:
     for found in ranks.run(kept_by_autograd, *STRATEGIES[strategy], size=world):
-        assert found["kept"] <= 1.02 * (found["inputs"] + found["lse"])
+        one_more_block = found["inputs"] // 2 if strategy == "groupcast" else 0  # K and V, as many heads as Q
+        assert found["kept"] <= 1.02 * (found["inputs"] + found["lse"] + one_more_block)
 
 
 def bytes_sent(strategy: str, options: dict) -> list[tuple[int, int, int, int]]:

@@ -18,7 +18,7 @@ from longweave.comm.groups import resolve
 from longweave.kernels.attention import Kernel
 from longweave.kernels.merge import Partial
 from longweave.kernels.tasks import Tasks
-from longweave.plan.work import areas
+from longweave.plan.cost import areas
 from longweave.softmax.strategies import Call, RingOfHeads
 from longweave.testing import Ranks
 from longweave.tools.bench.timing import seconds
@@ -133,7 +133,7 @@ class Row:
 def run(tokens: int) -> list[Row]:
     """All figures for one document of that many tokens."""
     cu = [0, tokens]
-    share = float(areas(lw.Mask.causal(cu), lw.Layout.zigzag(cu, 2).table).max())
+    share = float(areas(lw.Mask.causal(cu), lw.Layout.zigzag(cu, 2)).max())
     rows = []
     with Ranks(4, timeout=600) as ranks:
         rates = ranks.run(rectangle_rate, size=2)

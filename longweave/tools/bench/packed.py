@@ -1,0 +1,176 @@
+"""Packed documents: group-cast against all-gather, a ring, and one process; time and bytes.
+
+Forward and backward, float32, 8:2 heads, head dim 64, on a balanced layout. Every ratio comes from this run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import longweave as lw
+from longweave.kernels.attention import attend, attend_backward
+from longweave.kernels.tasks import Tasks
+from longweave.plan.cost import cost
+from longweave.testing import Ranks
+from longweave.tools.bench.attention import DIM, KV_HEADS, inputs
+from longweave.tools.bench.timing import seconds
+
+
+def documents(kind: str, total: int, seed: int = 0) -> list[int]:
+    """Borders of a pack: "lognormal" (up to a quarter of the pack), or "giant" (half in one document)."""
+    rng = np.random.default_rng(seed)
+    lengths = [total // 2] if kind == "giant" else []
+    while sum(lengths) < total:
+        draw = int(rng.lognormal(np.log(total / 60), 1.2))
+        lengths.append(min(max(16, draw), total // 4, total - sum(lengths)))
+    return [0, *np.cumsum(rng.permutation(lengths)).tolist()]
+
+
+def our_pass(cu: list[int], strategy: str) -> float:
+    """On one of the ranks: forward and backward."""
+    mask = lw.Mask.causal(cu)
+    layout = lw.Layout.balanced(mask, dist.get_world_size())
+    plan = lw.make_plan(mask, layout, strategy)
+    q, k, v, grad = inputs(layout.counts[dist.get_rank()])
+
+    def call() -> None:
+        out = lw.attention(q, k, v, plan)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    return seconds(call)
+
+
+def one_process(cu: list[int], kernel: str) -> float:
+    """One process on the whole pack: our kernel door, or PyTorch's SDPA document by document."""
+    q, k, v, grad = inputs(cu[-1])
+    tasks = Tasks(lw.Mask.causal(cu).rows)
+    q_h, k_h, v_h, grad_h = (x.detach().transpose(0, 1).contiguous() for x in (q, k, v, grad))
+
+    def ours() -> None:
+        out, lse = attend(q_h, k_h, v_h, tasks)
+        attend_backward(grad_h, q_h, k_h, v_h, out, lse, tasks)
+
+    def document(a: int, b: int) -> torch.Tensor:
+        q_d, k_d, v_d = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q_d, k_d, v_d, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    def sdpa() -> None:
+        outs = [document(a, b) for a, b in pairwise(cu) if b > a]
+        torch.autograd.grad(torch.cat(outs), (q, k, v), grad)
+
+    return seconds(ours if kernel == "ours" else sdpa)
+
+
+def footprint(cu: list[int], strategy: str, layout: str) -> tuple[int, int]:
+    """On one of the ranks: bytes that autograd keeps for one call, and the peak of memory that the call takes."""
+    mask = lw.Mask.causal(cu)
+    world = dist.get_world_size()
+    spans = lw.Layout.balanced(mask, world) if layout == "balanced" else lw.Layout.zigzag(cu, world)
+    plan = lw.make_plan(mask, spans, strategy)
+    q, k, v, _ = inputs(spans.counts[dist.get_rank()])
+    lw.attention(q, k, v, plan)  # caches are filled
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+    ):
+        lw.attention(q, k, v, plan)
+    return sum(kept.values()), _peak(profile)
+
+
+def _peak(profile: torch.profiler.profile) -> int:
+    """The most bytes alive at once, over those alive at the start."""
+    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    alive = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One way to do it, on the worst rank."""
+
+    strategy: str
+    layout: str
+    tokens_received: int
+    imbalance: float
+    mb_kept: float
+    mb_peak: float
+
+
+def compare(cu: list[int], world: int = 4) -> list[Comparison]:
+    """All-gather, ring and group-cast side by side: traffic, balance, memory of one forward."""
+    rows = []
+    mask = lw.Mask.causal(cu)
+    with Ranks(world) as ranks:
+        for strategy, layout in (("allgather", "zigzag"), ("ring", "zigzag"), ("groupcast", "balanced")):
+            spans = lw.Layout.balanced(mask, world) if layout == "balanced" else lw.Layout.zigzag(cu, world)
+            report = lw.make_plan(mask, spans, strategy).report()
+            found = ranks.run(footprint, cu, strategy, layout)
+            rows.append(
+                Comparison(
+                    strategy,
+                    layout,
+                    max(rank.tokens_received for rank in report.ranks),
+                    report.imbalance,
+                    max(kept for kept, _ in found) / 1e6,
+                    max(peak for _, peak in found) / 1e6,
+                )
+            )
+    return rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times in seconds; MB are K/V that all ranks together receive in one forward."""
+
+    kind: str
+    tokens: int
+    ranks: int
+    groupcast: float
+    allgather: float
+    ring: float
+    one_process: float
+    mb_groupcast: float
+    mb_allgather: float
+
+
+def run(tokens: int, kind: str) -> list[Row]:
+    cu = documents(kind, tokens)
+    rows = []
+    with Ranks(1, threads=2, timeout=600) as single:
+        one = min(single.run(one_process, cu, kernel)[0] for kernel in ("ours", "sdpa"))
+    mask = lw.Mask.causal(cu)
+    per_token = 2 * KV_HEADS * DIM * 4 / 1e6
+    with Ranks(4, timeout=600) as ranks:
+        for world in (2, 4):
+            times = {name: ranks.run(our_pass, cu, name, size=world)[0] for name in ("groupcast", "allgather", "ring")}
+            received = int(cost(mask, lw.Layout.balanced(mask, world)).received.sum())
+            rows.append(
+                Row(
+                    kind,
+                    tokens,
+                    world,
+                    times["groupcast"],
+                    times["allgather"],
+                    times["ring"],
+                    one,
+                    received * per_token,
+                    (world - 1) * tokens * per_token,
+                )
+            )
+    return rows

@@ -1,0 +1,139 @@
+"""What is special about group-cast: stages, kept K/V, exact traffic, one plan for all layers."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reference import Problem
+from test_attention import GIANT, compare, layout_of
+
+import longweave as lw
+from longweave.plan import cast as cast_module
+from longweave.plan.cost import traffic
+from longweave.testing import Ranks
+
+LENGTHS = [40, 1, 1, 3, 25, 0, 60, 7, 7, 13]
+CU = [0, *np.cumsum(LENGTHS).tolist()]
+
+
+def stages_and_keeping() -> None:
+    world = dist.get_world_size()
+    for cu in (CU, GIANT):
+        mask = lw.Mask.causal(cu)
+        problem = Problem.random(mask.total, heads=4, kv_heads=2, dim=16, v_dim=8, sinks=True)
+        for layout in (lw.Layout.balanced(mask, world), layout_of("odd", mask, world)):
+            for options in ({"stages": 1}, {"stages": 3}, {"keep_kv": True}, {"keep_kv": False, "stages": 2}):
+                compare(mask, layout, "groupcast", {}, problem, 1e-10, call_options=options)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_stages_and_kept_kv(ranks: Ranks, world: int) -> None:
+    ranks.run(stages_and_keeping, size=world)
+
+
+def every_strategy_on_a_balanced_layout() -> None:
+    world = dist.get_world_size()
+    for mask in (lw.Mask.causal(CU), lw.Mask.sliding_window(CU, 11), lw.Mask.shared_prefix(40, [30, 1, 50, 26])):
+        problem = Problem.random(mask.total)
+        for strategy in ("groupcast", "ring", "allgather", "ulysses"):
+            compare(mask, lw.Layout.balanced(mask, world, chunk_size=8), strategy, {}, problem, 1e-10)
+
+
+def test_balanced_layouts(ranks: Ranks) -> None:
+    ranks.run(every_strategy_on_a_balanced_layout, size=4)
+
+
+def traffic_of(keep_kv: bool) -> list[int]:
+    """Bytes to other ranks, forward and backward, and the tokens that the plan says."""
+    from longweave.comm import exchange
+    from longweave.softmax import groupcast
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mask = lw.Mask.causal(CU)
+    layout = lw.Layout.balanced(mask, world, chunk_size=8)
+    plan = lw.make_plan(mask, layout, "groupcast")
+    p = Problem.random(mask.total, heads=4, kv_heads=2, dim=16, v_dim=8, dtype=torch.bfloat16)
+    mine = layout.indices(rank)
+    q, k, v = (getattr(p, n)[mine].requires_grad_() for n in "qkv")
+    lw.attention(q, k, v, plan)
+    sent = []
+
+    def counting(x, send_splits, recv_splits, comm):
+        assert send_splits[rank] == recv_splits[rank] == 0, "nothing to itself"
+        sent.append(x.numel() * x.element_size())
+        return exchange.all_to_all_v(x, send_splits, recv_splits, comm)
+
+    groupcast.all_to_all_v = counting
+    try:
+        out = lw.attention(q, k, v, plan, keep_kv=keep_kv)
+        forward = sum(sent)
+        torch.autograd.grad(out, (q, k, v), p.grad[mine])
+        backward = sum(sent) - forward
+    finally:
+        groupcast.all_to_all_v = exchange.all_to_all_v
+    tokens_sent, tokens_received = traffic(mask, layout)
+    return [forward, backward, int(tokens_sent[rank]), int(tokens_received[rank])]
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_bytes_are_what_is_needed(ranks: Ranks, keep_kv: bool) -> None:
+    per_token = 2 * (16 + 8)
+    found = ranks.run(traffic_of, keep_kv, size=4)
+    assert sum(tokens_sent for _, _, tokens_sent, _ in found) > 0
+    for forward, backward, tokens_sent, tokens_received in found:
+        assert forward == tokens_sent * per_token * 2
+        again = 0 if keep_kv else tokens_sent * per_token * 2
+        assert backward == again + tokens_received * per_token * 4, "gradients go home in float32"
+
+
+def plan_for_many_layers() -> int:
+    """How often anything is planned while 96 layers run forward and backward."""
+    world = dist.get_world_size()
+    mask = lw.Mask.causal([0, 97, 111])  # a pack that no other test has planned
+    plan = lw.make_plan(mask, lw.Layout.zigzag([0, 97, 111], world), "groupcast")
+    calls = [0]
+    original = cast_module._stage
+
+    def counting(*args):
+        calls[0] += 1
+        return original(*args)
+
+    cast_module._stage = counting
+    try:
+        x = torch.randn(plan.layout.counts[dist.get_rank()], 2, 8, requires_grad=True)
+        y = x
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        for _ in range(96):
+            y = lw.attention(y, y, y, plan)
+        collectives = dist.group.WORLD._get_sequence_number_for_group() - before
+        y.sum().backward()
+    finally:
+        cast_module._stage = original
+    assert collectives == 96 * plan.stages + 1, "one exchange a layer, and one question whether all ranks agree"
+    return calls[0] // plan.stages
+
+
+def test_ninety_six_layers_plan_once(ranks: Ranks) -> None:
+    assert ranks.run(plan_for_many_layers, size=2) == [1, 1]
+
+
+def no_exchange() -> int:
+    plan = lw.make_plan(lw.Mask.causal([0, 50, 100]), lw.Layout.contiguous(100, 2), "groupcast")
+    x = torch.randn(50, 2, 8, requires_grad=True)
+    lw.attention(x, x, x, plan)
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    lw.attention(x, x, x, plan).sum().backward()
+    return dist.group.WORLD._get_sequence_number_for_group() - before
+
+
+def test_documents_on_one_rank_cost_no_communication(ranks: Ranks) -> None:
+    assert ranks.run(no_exchange, size=2) == [0, 0]
+
+
+def test_bad_options() -> None:
+    plan = lw.make_plan(lw.Mask.causal([0, 4]), lw.Layout.contiguous(4, 1), "groupcast")
+    x = torch.randn(4, 2, 8)
+    with pytest.raises(lw.InputError, match="stages is 0"):
+        lw.attention(x, x, x, plan, stages=0)
+    with pytest.raises(lw.InputError, match="keep_kv is 2"):
+        lw.attention(x, x, x, plan, keep_kv=2)
