@@ -29,9 +29,9 @@ def main(steps: int = 30, tokens: int = 2048) -> None:
     print(draw_layout(layout, pack.cu_seqlens, width=80), "\n")
     print(lw.make_plan(mask, layout, heads=4, kv_heads=2, head_dim=16, itemsize=4).report(), "\n")
     print("two ranks, the sequence split between them:")
-    two = run_local(config, 2)
+    two = run_local(config, 2, threads=1)
     print("one process, the whole sequence:")
-    one = run_local(config, 1)
+    one = run_local(config, 1, threads=1)
     print("\nstep   two ranks   one process   difference")
     worst = 0.0
     for a, b in zip(two, one, strict=True):

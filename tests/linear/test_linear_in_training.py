@@ -113,7 +113,7 @@ def hybrid(kind: str, checkpointed: bool, members: list[int] | None) -> None:
         assert worst(p.grad, expected[name]) < 1e-10, name
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "shuffled"])
+@pytest.mark.parametrize("layout", ["zigzag", "balanced", "shuffled"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_hybrid_model_on_one_layout(ranks: Ranks, world: int, layout: str) -> None:
     ranks.run(hybrid, layout, False, None, size=world)
@@ -125,6 +125,28 @@ def test_checkpoint(ranks: Ranks) -> None:
 
 def test_on_a_subgroup(ranks: Ranks) -> None:
     ranks.run(hybrid, "zigzag", False, [1, 3], size=4)
+
+
+def compiled() -> None:
+    """torch.compile breaks the graph at the linear layers; what comes out is the same."""
+    layout = layout_of("zigzag", CU, dist.get_world_size())
+    results = []
+    for wrap in (lambda fn: fn, lambda fn: torch.compile(fn, backend="aot_eager")):
+        layers = nn.ModuleList(layer for layer in model() if not isinstance(layer, Attention))
+
+        def step(x: Tensor, layers: nn.ModuleList = layers) -> Tensor:
+            for layer in layers:
+                x = layer(x, layout)
+            return x
+
+        x, weight = (lw.shard(t, layout) for t in data())
+        (wrap(step)(x) * weight).sum().backward()
+        results.append([p.grad for p in layers.parameters()])
+    assert all(worst(a, b) < 1e-12 for a, b in zip(*results, strict=True))
+
+
+def test_compile(ranks: Ranks) -> None:
+    ranks.run(compiled, size=2)
 
 
 def under_autocast(method: str) -> None:

@@ -14,10 +14,12 @@ from longweave.tools.train.config import TrainConfig
 from longweave.tools.train.loop import Metrics, train
 
 
-def run_local(config: TrainConfig, ranks: int, timeout: float = 24 * 3600.0) -> list[Metrics]:
-    """Start `ranks` processes on this machine, cores divided among them, and train."""
+def run_local(
+    config: TrainConfig, ranks: int, threads: int | None = None, timeout: float = 24 * 3600.0
+) -> list[Metrics]:
+    """Start `ranks` processes on this machine and train; `threads` each, by default the cores divided among them."""
     config.check(ranks)
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     with Ranks(ranks, threads=threads, timeout=timeout) as pool:
         return pool.run(train_and_show, config, sys.stderr.isatty())[0]
 
