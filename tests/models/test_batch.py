@@ -84,6 +84,25 @@ def test_losses_and_gradients(ranks: Ranks, layout: str, size: int, ignore_all: 
     ranks.run(losses, layout, ignore_all, size=size)
 
 
+def test_a_chunked_loss_keeps_no_logits() -> None:
+    head, full = Head(), data()
+    batch = lw.shard_batch(full.ids, CU)
+    kept: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        if x.shape[-1] == VOCAB:
+            kept.append(x.shape[0])
+        return x
+
+    for chunk, largest in ((8, 8), (CU[-1], CU[-1])):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            loss = batch.chunked_loss(head.hidden, head.weight, chunk=chunk)
+            assert kept == []
+            loss.backward()
+        assert all(rows <= largest for rows in kept)
+
+
 def few_tokens() -> None:
     batch = lw.shard_batch(torch.tensor([5, 6, 7]))
     assert batch.inputs["input_ids"].shape == (1, 1)
