@@ -111,8 +111,8 @@ def few_tokens() -> None:
     loss = batch.loss(logits)
     loss.backward()
     assert worst(batch.reduce_loss(loss), torch.tensor(float(VOCAB)).log()) < 1e-6
-    assert batch.unshard(batch.inputs["input_ids"]).tolist() == [5, 6, 7]
-    assert batch.unshard(logits).shape == (3, VOCAB)
+    assert batch.unshard(batch.inputs["input_ids"]).tolist() == [[5, 6, 7]]
+    assert batch.unshard(logits).shape == (1, 3, VOCAB)
     assert batch.logprobs(logits)[1:].exp().mul(VOCAB).allclose(torch.ones(2))
 
 
@@ -125,8 +125,8 @@ def positions() -> None:
     expected = torch.cat([torch.arange(b - a) for a, b in pairwise(CU)])
     for layout in ("auto", "zigzag", "contiguous", "balanced"):
         batch = lw.shard_batch(full.ids[None], CU, layout=layout)
-        assert batch.unshard(batch.inputs["position_ids"]).equal(expected)
-        assert batch.unshard(batch.inputs["input_ids"]).equal(full.ids)
+        assert batch.unshard(batch.inputs["position_ids"]).equal(expected[None])
+        assert batch.unshard(batch.input_ids, dim=0).equal(full.ids)
         given = lw.shard_batch(full.ids, layout=layout, position_ids=expected + 3)
         assert given.unshard(given.position_ids).equal(expected + 3)
         assert given.cu_seqlens.tolist() == CU
