@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -86,6 +88,31 @@ def bench_plan() -> None:
     for row in plan.run():
         table.add_row(row.what, f"{row.first_ms:.1f}", f"{row.target_ms:.0f}", f"{row.again_us:.0f}")
     console.print(table)
+
+
+@bench.command("linear")
+def bench_linear(
+    tokens: list[int] = typer.Argument(None, help="Lengths for the methods; 4096 to 65536 by default."),  # noqa: B008
+    plot: Path = typer.Option(Path("out/linear.png"), help="Where the plot of the methods goes."),  # noqa: B008
+) -> None:
+    """The gated delta rule: against Hugging Face's torch form, over lengths, and by every method on 2 local ranks."""
+    from longweave.tools.bench import linear
+
+    table = Table(title="gated delta rule, float32, 4 heads, 128 × 128, one thread a process unless said")
+    for column in ("what", "seconds", "ratio", "goal", "over"):
+        table.add_column(column, justify="left" if column in ("what", "over") else "right")
+    for row in (*linear.against_hugging_face(), linear.growth(), linear.two_ranks()):
+        table.add_row(row.what, f"{row.seconds:.3f}", f"{row.ratio:.2f}", row.goal, row.against)
+    console.print(table)
+    rows = linear.methods(tokens or [4096, 8192, 16384, 32768, 65536])
+    table = Table(title="one document in zigzag on 2 ranks, forward + backward")
+    for column in ("tokens", "method", "MiB sent by the busiest rank", "seconds"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for line in rows:
+        table.add_row(str(line.tokens), line.method, f"{line.bytes_sent / 2**20:.2f}", f"{line.seconds:.3f}")
+    console.print(table)
+    linear.plot(rows, plot)
+    console.print(f"plot: {plot}")
 
 
 if __name__ == "__main__":

@@ -10,22 +10,26 @@ One message to each peer: its rows of states, then its rows of maps, in float32 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longweave.comm.exchange import Pending, all_to_all_v, done
 from longweave.comm.groups import Comm
 from longweave.kernels.affine import Kind, times
+from longweave.kernels.index import Indices
 from longweave.plan.chains import Messages, Step
 
 
+@dataclass(frozen=True)
 class Rows:
     """States (rows, H, K, V) and maps (rows, H, …) that a rank knows; `maps` is None where the kind has none."""
 
-    def __init__(self, states: Tensor, maps: Tensor | None) -> None:
-        self.states, self.maps = states, maps
+    states: Tensor
+    maps: Tensor | None
 
 
 def exchange(own: Rows, messages: Messages, comm: Comm, *, communicates: bool) -> Pending[Rows]:
@@ -36,10 +40,10 @@ def exchange(own: Rows, messages: Messages, comm: Comm, *, communicates: bool) -
     map_size = 0 if maps is None else _size(maps)
     send_splits, recv_splits = messages.splits(_size(states), map_size)
     parts: list[Tensor] = []
-    for state_rows, map_rows in zip(messages.send_states, messages.send_maps, strict=True):
-        parts.append(_pick(states, state_rows).flatten())
+    for state_rows, map_rows in zip(*_sent(messages, states.device), strict=True):
+        parts.append(states.index_select(0, state_rows).flatten())
         if maps is not None:
-            parts.append(_pick(maps, map_rows).flatten())
+            parts.append(maps.index_select(0, map_rows).flatten())
     pending = all_to_all_v(torch.cat(parts), send_splits, recv_splits, comm)
 
     def unpack() -> Rows:
@@ -60,24 +64,35 @@ def walk(kind: Kind, rows: Rows, steps: Sequence[Step], waiting: int, *, transpo
     arriving = rows.states.new_empty((waiting, *rows.states.shape[1:]))
     S = rows.states[:0]
     for number, step in enumerate(steps):
-        gained = _pick(rows.states, step.states)
+        which_states, which_maps, of, into = _indices(step).on(S.device)
+        gained = rows.states.index_select(0, which_states)
         if number:
-            M = None if rows.maps is None else _pick(rows.maps, step.maps)
-            gained += times(kind, M, S[: len(step.states)], transposed=transposed)
+            M = None if rows.maps is None else rows.maps.index_select(0, which_maps)
+            gained += times(kind, M, S[: len(gained)], transposed=transposed)
         S = gained
-        if len(step.of):
-            arriving[_index(step.into, S.device)] = _pick(S, step.of)
+        arriving.index_copy_(0, into, S.index_select(0, of))
     return arriving
 
 
 def _size(rows: Tensor) -> int:
     """Elements of one row."""
-    return int(np.prod(rows.shape[1:]))
+    return prod(rows.shape[1:])
 
 
-def _pick(rows: Tensor, index: np.ndarray) -> Tensor:
-    return rows.index_select(0, _index(index, rows.device))
+# Plans are cached, so these keys live as long as what they stand for.
 
 
-def _index(index: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.array(index)).to(device, non_blocking=True)
+@lru_cache(maxsize=4096)
+def _indices(step: Step) -> Indices:
+    return Indices(step.states, step.maps, step.of, step.into)
+
+
+@lru_cache(maxsize=256)
+def _message_indices(messages: Messages) -> Indices:
+    return Indices(*messages.send_states, *messages.send_maps)
+
+
+def _sent(messages: Messages, device: torch.device) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Own rows of states and of maps for each peer."""
+    index, peers = _message_indices(messages).on(device), len(messages.send_states)
+    return index[:peers], index[peers:]

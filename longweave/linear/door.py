@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
+
+import torch
 
 from longweave.comm.agree import agree
 from longweave.comm.groups import Comm, Group
@@ -13,6 +16,8 @@ from longweave.errors import InputError
 from longweave.plan.fragments import Fragments, pack_of
 from longweave.plan.layout import Layout
 from longweave.tokens import comm_for
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -57,3 +62,15 @@ def open_door(
     agree(comm, [layout, *([pack] if pack else []), *questions], call, problem)
     assert pack is not None
     return Door(comm, pack.fragments)
+
+
+def eager(fn: F) -> F:
+    """`torch.compile` breaks the graph around `fn` and runs it as it is: its plans and messages are not for tracing."""
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # only then is the compiler loaded already
+            return torch.compiler.disable(fn)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return fn(*args, **kwargs)
+
+    return cast("F", call)

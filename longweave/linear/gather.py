@@ -25,12 +25,14 @@ from longweave.comm.agree import agree
 from longweave.comm.exchange import all_gather_v, reduce_scatter_v
 from longweave.comm.groups import Comm, Group
 from longweave.errors import InputError
+from longweave.linear.door import eager
 from longweave.plan.layout import Layout
 from longweave.tokens import comm_for, rank_order, token_order
 
 PARAM_GRADS = ("part", "full")
 
 
+@eager
 def gather_recompute(
     fn: Callable[..., Tensor],
     x_local: Tensor | Sequence[Tensor],

@@ -23,7 +23,7 @@ from longweave.comm.groups import Comm, Group
 from longweave.errors import InputError
 from longweave.kernels import conv
 from longweave.kernels.index import Indices
-from longweave.linear.door import open_door
+from longweave.linear.door import eager, open_door
 from longweave.plan.fragments import Fragments
 from longweave.plan.halo import HaloRoute, halo_route
 from longweave.plan.layout import Layout
@@ -31,6 +31,7 @@ from longweave.plan.layout import Layout
 Many = Tensor | Sequence[Tensor]
 
 
+@eager
 def causal_conv1d(
     x: Many,
     weight: Many,

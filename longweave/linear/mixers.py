@@ -37,7 +37,7 @@ from longweave.kernels.mixer import Mixer
 from longweave.kernels.relatives import ChannelDecay, HeadDecay, KimiDelta, LinearAttention
 from longweave.linear.affine import affine_mix
 from longweave.linear.choice import Choice, Sizes, check_method, choose_method
-from longweave.linear.door import Door, open_door
+from longweave.linear.door import Door, eager, open_door
 from longweave.linear.gather import gather_recompute
 from longweave.linear.reshard import contiguous_of, reshard_all
 from longweave.plan.chains import rank_chains
@@ -45,6 +45,7 @@ from longweave.plan.fragments import Fragments, pack_of
 from longweave.plan.layout import Layout
 
 
+@eager
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -102,6 +103,7 @@ def gated_delta_rule(
     return _mix(mixer, (q, k, v, decay, beta), layout, cu_seqlens, door, method, local)
 
 
+@eager
 def kimi_delta_attention(
     q: Tensor,
     k: Tensor,
@@ -128,6 +130,7 @@ def kimi_delta_attention(
     return _mix(KimiDelta(_scale(scale, k), qk_l2norm), (q, k, v, g, beta), layout, cu_seqlens, door, method)
 
 
+@eager
 def gated_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -152,6 +155,7 @@ def gated_linear_attention(
     return _mix(ChannelDecay(_scale(scale, k)), (q, k, v, g), layout, cu_seqlens, door, method)
 
 
+@eager
 def lightning_attention(
     q: Tensor,
     k: Tensor,
@@ -181,6 +185,7 @@ def lightning_attention(
     return _mix(HeadDecay(scale), inputs, layout, cu_seqlens, door, method)
 
 
+@eager
 def ssd(
     x: Tensor,
     dt: Tensor,

@@ -32,6 +32,8 @@ def layout_of(kind: str, cu: list[int], world: int) -> lw.Layout:
         return lw.Layout.contiguous(total, world)
     if kind == "zigzag":
         return lw.Layout.zigzag(cu, world)
+    if kind == "balanced":
+        return lw.Layout.balanced(lw.Mask.causal(cu), world)
     if kind == "last":
         return lw.Layout.from_spans(total, [*[[]] * (world - 1), [(0, total)]])
     rng = np.random.default_rng(world)

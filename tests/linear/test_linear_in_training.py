@@ -113,7 +113,7 @@ def hybrid(kind: str, checkpointed: bool, members: list[int] | None) -> None:
         assert worst(p.grad, expected[name]) < 1e-10, name
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "shuffled"])
+@pytest.mark.parametrize("layout", ["zigzag", "balanced", "shuffled"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_hybrid_model_on_one_layout(ranks: Ranks, world: int, layout: str) -> None:
     ranks.run(hybrid, layout, False, None, size=world)
@@ -125,6 +125,28 @@ def test_checkpoint(ranks: Ranks) -> None:
 
 def test_on_a_subgroup(ranks: Ranks) -> None:
     ranks.run(hybrid, "zigzag", False, [1, 3], size=4)
+
+
+def compiled() -> None:
+    """torch.compile breaks the graph at the linear layers; what comes out is the same."""
+    layout = layout_of("zigzag", CU, dist.get_world_size())
+    results = []
+    for wrap in (lambda fn: fn, lambda fn: torch.compile(fn, backend="aot_eager")):
+        layers = nn.ModuleList(layer for layer in model() if not isinstance(layer, Attention))
+
+        def step(x: Tensor, layers: nn.ModuleList = layers) -> Tensor:
+            for layer in layers:
+                x = layer(x, layout)
+            return x
+
+        x, weight = (lw.shard(t, layout) for t in data())
+        (wrap(step)(x) * weight).sum().backward()
+        results.append([p.grad for p in layers.parameters()])
+    assert all(worst(a, b) < 1e-12 for a, b in zip(*results, strict=True))
+
+
+def test_compile(ranks: Ranks) -> None:
+    ranks.run(compiled, size=2)
 
 
 def under_autocast(method: str) -> None:
@@ -200,6 +222,47 @@ def test_what_autograd_keeps(ranks: Ranks) -> None:
     for world in (2, 8):
         for bytes_kept, bytes_of_inputs in ranks.run(kept, 8192, size=world):
             assert bytes_kept < 1.35 * bytes_of_inputs
+
+
+def order_of_events() -> list[str]:
+    """What this rank does, in order: one document of its own, one that is cut."""
+    from longweave.linear import affine
+
+    cu = [0, 16, 32, 96]
+    layout = lw.Layout.from_spans(96, [[(0, 16), (32, 48), (80, 96)], [(16, 32), (48, 80)]])
+    events: list[str] = []
+    names = ("run", "summary", "backward_run", "backward_summary", "walk")
+    originals = {name: getattr(affine, name) for name in (*names, "exchange")}
+
+    def noting(name: str):
+        def wrapped(*args, **kwargs):
+            if name == "walk" or args[0].table.spans:
+                events.append(name)
+            return originals[name](*args, **kwargs)
+
+        return wrapped
+
+    def exchange(*args, **kwargs):
+        events.append("exchange")
+        return originals["exchange"](*args, **kwargs)
+
+    try:
+        for name in names:
+            setattr(affine, name, noting(name))
+        affine.exchange = exchange
+        leaves = [x[layout.indices(dist.get_rank())].requires_grad_() for x in GDN.inputs(96)]
+        lw.gated_delta_rule(*leaves, layout, cu, method="affine").sum().backward()
+    finally:
+        for name, original in originals.items():
+            setattr(affine, name, original)
+    return events
+
+
+def test_the_exchange_is_in_flight_while_whole_documents_are_computed(ranks: Ranks) -> None:
+    ends, middle = ranks.run(order_of_events, size=2)
+    forward, backward = ["exchange", "run", "walk", "run"], ["exchange", "backward_run", "walk", "backward_run"]
+    assert ends == ["run", *forward, "backward_run", *backward]
+    assert middle == ["summary", *forward, "backward_summary", *backward]
 
 
 def no_gradients() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,25 +54,29 @@ def inputs(tokens: int) -> list[Tensor]:
 
 
 def _pass(fn: Callable[..., Tensor], given: list[Tensor], backward: bool) -> Callable[[], None]:
-    if not backward:
-        return lambda: torch.no_grad()(fn)(*given) and None
-    leaves = [x.requires_grad_() for x in given]
     grad = torch.randn(len(given[0]), HEADS, DIM)
-    return lambda: torch.autograd.grad(fn(*leaves), leaves, grad) and None
+    leaves = [x.requires_grad_(backward) for x in given]
+
+    def call() -> None:
+        out = fn(*leaves)
+        if backward:
+            torch.autograd.grad(out, leaves, grad)
+
+    return call
 
 
 def hugging_face() -> Callable[..., Tensor]:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     def call(*given: Tensor) -> Tensor:
-        out: Tensor = torch_chunk_gated_delta_rule(*(x.unsqueeze(0) for x in given))[0]
+        out: Tensor = torch_chunk_gated_delta_rule(*(x.unsqueeze(0) for x in given))[0].squeeze(0)
         return out
 
     return call
 
 
-def ours(*given: Tensor) -> Tensor:
-    return on_one_rank(*given)[0]  # type: ignore[arg-type]
+def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return on_one_rank(q, k, v, g, beta)[0]
 
 
 def local_pass(name: str, tokens: int, backward: bool, rounds: int = 3) -> float:
@@ -90,8 +93,8 @@ def rank_pass(tokens: int, method: str, rounds: int = 3) -> tuple[float, int]:
     mine = torch.from_numpy(layout.indices(rank))
     given = [x[mine].clone() for x in inputs(tokens)]
 
-    def mix(*tensors: Any) -> Tensor:
-        return lw.gated_delta_rule(*tensors, layout, cu, method=method)
+    def mix(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return lw.gated_delta_rule(q, k, v, g, beta, layout, cu, method=method)
 
     sent = method_of(layout, cu, GatedDeltaRule(1.0), given).bytes_sent[method]
     return seconds(_pass(mix, given, backward=True), rounds), sent
