@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import typer
@@ -17,6 +18,102 @@ console = Console()
 @app.callback()
 def main() -> None:
     """Context parallelism for PyTorch."""
+
+
+@app.command("plan")
+def plan(
+    lengths: list[int] = typer.Argument(..., help="Document lengths, such as 137 2041 89."),  # noqa: B008
+    ranks: int = 4,
+    layout: str = typer.Option("balanced", help="balanced, zigzag or contiguous."),
+    strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    png: Path = typer.Option(None, help="Also draw who computes which pair."),  # noqa: B008
+) -> None:
+    """Who holds and computes what for a pack of documents, what it sends, and why. Needs no ranks."""
+    from itertools import accumulate
+
+    from longweave.errors import LongweaveError
+    from longweave.plan import Layout, Mask, make_plan
+    from longweave.tools.draw import draw_layout, plot_plan
+
+    cu_seqlens = [0, *accumulate(lengths)]
+    try:
+        mask = Mask.causal(cu_seqlens)
+        makers = {
+            "balanced": lambda: Layout.balanced(mask, ranks),
+            "zigzag": lambda: Layout.zigzag(cu_seqlens, ranks),
+            "contiguous": lambda: Layout.contiguous(cu_seqlens[-1], ranks),
+        }
+        if layout not in makers:
+            raise typer.BadParameter(f"layout is {layout!r}; choose one of {', '.join(makers)}")
+        made = make_plan(mask, makers[layout](), strategy, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    except LongweaveError as error:
+        console.print(f"[red]{error}[/red]")
+        raise typer.Exit(2) from error
+    typer.echo(draw_layout(made.layout, cu_seqlens, width=80))
+    typer.echo(f"\n{made.report()}")
+    if png:
+        plot_plan(mask, made.layout, png)
+        typer.echo(f"wrote {png}")
+
+
+@app.command("train")
+def train(
+    model: str = typer.Option("qwen3_5", help="qwen3_5 (hybrid), qwen3_next, llama, qwen3, qwen3_moe, mistral."),
+    ranks: int = typer.Option(2, help="Local ranks to start; ignored under torchrun."),
+    dp: int = typer.Option(1, help="Data-parallel rows; the other ranks divide the sequence."),
+    steps: int = 50,
+    tokens: int = typer.Option(2048, help="Tokens in one pack."),
+    accumulate: int = typer.Option(1, help="Packs per step and data-parallel row."),
+    hidden: int = 64,
+    layers: int = 4,
+    lr: float = 3e-3,
+    clip: float = typer.Option(1.0, help="Largest gradient norm, over the whole mesh."),
+    seed: int = 0,
+    bf16: bool = typer.Option(False, help="bfloat16 autocast."),
+    checkpointing: bool = typer.Option(False, help="Recompute activations in backward."),
+    layout: str = typer.Option("auto", help="auto, zigzag, contiguous or balanced."),
+    strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
+    out: Path = typer.Option(Path("out/train"), help="Folder for metrics, plot and checkpoints."),  # noqa: B008
+    save_every: int = typer.Option(0, help="Steps between checkpoints; 0 is never."),
+    resume: Path = typer.Option(None, help="A checkpoint folder; the number of ranks may differ."),  # noqa: B008
+) -> None:
+    """Train a small byte-level model on Python's own sources, with the sequence split across ranks."""
+    from longweave.errors import LongweaveError
+    from longweave.tools.train import launch
+    from longweave.tools.train.config import TrainConfig
+
+    config = TrainConfig(
+        model=model,
+        hidden=hidden,
+        layers=layers,
+        steps=steps,
+        tokens=tokens,
+        dp=dp,
+        accumulate=accumulate,
+        lr=lr,
+        clip=clip,
+        seed=seed,
+        bf16=bf16,
+        checkpointing=checkpointing,
+        layout=layout,
+        strategy=strategy,
+        out=out,
+        save_every=save_every,
+        resume=resume,
+    )
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    try:
+        history = launch.run_under_torchrun(config) if under_torchrun else launch.run_local(config, ranks)
+    except LongweaveError as error:
+        console.print(f"[red]{error}[/red]")
+        raise typer.Exit(2) from error
+    if int(os.environ.get("RANK", "0")) == 0:
+        console.print(launch.line(history[-1]) if history else "nothing left to do")
+        launch.plot_losses({f"{model}, seed {seed}": history}, out / "loss.png")
+        console.print(f"wrote {out / 'metrics.jsonl'} and {out / 'loss.png'}")
 
 
 @bench.command("attention")

@@ -1,47 +1,52 @@
-"""`make demo`: three ragged documents over four ranks, there and back, bit for bit."""
+"""`make demo`: the same hybrid model trained on two ranks and on one, side by side.
+
+GatedDeltaNet and softmax attention on one balanced layout of packed documents; the losses must agree.
+"""
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+import time
+from pathlib import Path
 
 import longweave as lw
-from longweave.testing import Ranks
-from longweave.tools.draw import draw_layout
+from longweave.tools.draw import draw_layout, plot_plan
+from longweave.tools.train.config import TrainConfig
+from longweave.tools.train.data import draw_pack
+from longweave.tools.train.launch import plot_losses, run_local
 
-CU_SEQLENS = [0, 137, 2178, 2267]
-WORLD_SIZE = 4
-
-
-def there_and_back() -> tuple[int, bool, bool]:
-    """On one rank: zigzag → contiguous → zigzag. Returns tokens sent, and whether tokens and gradient came back."""
-    total = CU_SEQLENS[-1]
-    zigzag = lw.Layout.zigzag(CU_SEQLENS, WORLD_SIZE)
-    contiguous = lw.Layout.contiguous(total, WORLD_SIZE)
-    x = torch.randn(total, 8, generator=torch.Generator().manual_seed(0))
-    x_local = lw.shard(x, zigzag).requires_grad_()
-    y_local = lw.reshard(x_local, zigzag, contiguous)
-    z_local = lw.reshard(y_local, contiguous, zigzag)
-    torch.autograd.backward(z_local, x_local.detach())
-    sent = sum(lw.plan.route(zigzag, contiguous, dist.get_rank()).send_splits)
-    same = torch.equal(z_local, x_local) and torch.equal(lw.unshard(y_local, contiguous), x)
-    return sent, same, x_local.grad is not None and torch.equal(x_local.grad, x_local)
+OUT = Path("out/demo")
+TOLERANCE = 1e-4
 
 
-def main() -> None:
-    print(f"Three documents of 137, 2041 and 89 tokens on {WORLD_SIZE} ranks, nothing padded.\n")
-    for name, layout in (
-        ("contiguous", lw.Layout.contiguous(CU_SEQLENS[-1], WORLD_SIZE)),
-        ("zigzag", lw.Layout.zigzag(CU_SEQLENS, WORLD_SIZE)),
-    ):
-        print(f"{name}\n{draw_layout(layout, CU_SEQLENS, width=80)}\n")
-    with Ranks(WORLD_SIZE) as ranks:
-        results = ranks.run(there_and_back)
-    print("zigzag → contiguous → zigzag on real ranks, one all-to-all-v each way:")
-    for rank, (sent, same, same_grad) in enumerate(results):
-        print(f"  rank {rank}: {sent} tokens sent, tokens bit-exact: {same}, gradient bit-exact: {same_grad}")
-    if not all(same and same_grad for _, same, same_grad in results):
-        raise SystemExit("tokens were lost")
+def main(steps: int = 30, tokens: int = 2048) -> None:
+    begin = time.perf_counter()
+    config = TrainConfig(steps=steps, tokens=tokens)
+    pack = draw_pack(tokens, config.seed, 0, 0)
+    mask = lw.Mask.causal(pack.cu_seqlens)
+    layout = lw.Layout.balanced(mask, 2)
+    print(f"A byte-level Qwen3.5-style model, packs of {tokens} tokens of Python's standard library.")
+    print(f"The first pack has {len(pack.cu_seqlens) - 1} documents; who holds what:\n")
+    print(draw_layout(layout, pack.cu_seqlens, width=80), "\n")
+    print(lw.make_plan(mask, layout, heads=4, kv_heads=2, head_dim=16, itemsize=4).report(), "\n")
+    print("two ranks, the sequence split between them:")
+    two = run_local(config, 2, threads=1)
+    print("one process, the whole sequence:")
+    one = run_local(config, 1, threads=1)
+    print("\nstep   two ranks   one process   difference")
+    worst = 0.0
+    for a, b in zip(two, one, strict=True):
+        worst = max(worst, abs(a.loss - b.loss))
+        if a.step % 5 == 0 or a is two[-1]:
+            print(f"{a.step:4d}   {a.loss:9.6f}   {b.loss:11.6f}   {a.loss - b.loss:+.1e}")
+    received, gathered = sum(m.kv_received for m in two), sum(m.kv_gathered for m in two)
+    print(f"\nlargest difference of a loss: {worst:.1e}")
+    print(f"work of the busiest rank over the mean, worst step: {max(m.imbalance for m in two):.3f}")
+    print(f"K/V sent per softmax layer: {100 * received / gathered:.1f} % of what gathering sends")
+    plot_losses({"two ranks": two, "one process": one}, OUT / "loss.png")
+    plot_plan(mask, layout, OUT / "plan.png")
+    print(f"wrote {OUT / 'loss.png'} and {OUT / 'plan.png'} after {time.perf_counter() - begin:.0f} s")
+    if worst > TOLERANCE:
+        raise SystemExit(f"the losses differ by {worst:.1e}, more than {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":
