@@ -139,4 +139,9 @@ def _others(comm: Comm) -> list[int]:
 
 def _bytes(x: Tensor) -> Tensor:
     """The same memory as a (tokens, bytes) tensor. Needs a contiguous tensor."""
-    return x.view(x.shape[0], -1).view(torch.uint8) if x.numel() else x.new_empty((x.shape[0], 0), dtype=torch.uint8)
+    # Flat first: a dimension of size 1 may have any stride, also in a contiguous tensor.
+    return (
+        x.view(-1).view(torch.uint8).view(x.shape[0], -1)
+        if x.numel()
+        else x.new_empty((x.shape[0], 0), dtype=torch.uint8)
+    )

@@ -52,7 +52,7 @@ class Batch:
         else:
             self.position_ids = self.shard(pack.positions)
         self.inputs: dict[str, Any] = {
-            "input_ids": self._placed(self.input_ids, int(pack.ids[0]))[None],
+            "input_ids": (self.input_ids if step.tokens else pack.ids[:1])[None],
             "position_ids": self._placed(self.position_ids, 0)[None],
             "use_cache": False,
             KEY: step,
@@ -136,21 +136,30 @@ class Batch:
         """This rank's entries of a (total, …) tensor that every rank has, such as advantages."""
         return shard(x, self.layout, self.group)
 
-    def unshard(self, x: Tensor) -> Tensor:
-        """(1, tokens, …) of this rank, as a model returns it, or (tokens, …) → (total, …) in token order on every rank.
+    def unshard(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """The tokens of all ranks, in token order, on every rank.
+
+        (1, tokens, …), as a model returns it, becomes (1, total, …), and (tokens, …) becomes (total, …). `dim` says
+        where the tokens are; None: in the one of these that fits.
 
         Backward adds up the gradients of all ranks, see `lw.unshard`.
         """
         n = max(self.step.tokens, 1)
-        if x.ndim > 1 and x.shape[0] == 1 and x.shape[1] == n:
-            x = x[0]
-        return unshard(x[: self.step.tokens] if x.shape[0] == n else x, self.layout, self.group)
+        if dim is None:
+            dim = 1 if x.ndim > 1 and x.shape[0] == 1 and x.shape[1] == n else 0
+        if self.step.tokens == 0 and x.shape[dim] == 1:
+            x = x.narrow(dim, 0, 0)
+        return unshard(x, self.layout, self.group, dim)
 
     def to_rows(self, x: Tensor, fill: float = 0) -> Tensor:
         """(total, …) → (batch, seq, …), for a batch that was given in rows; `fill` where there was padding."""
         if self._pack.rows is None:
             raise InputError("the batch was not given as (batch, seq) rows; its documents lie at batch.cu_seqlens")
         batch, seq, places = self._pack.rows
+        if x.ndim > 1 and x.shape[:2] == (1, self.layout.total):
+            x = x[0]
+        if x.shape[0] != self.layout.total:
+            raise InputError(f"x has the shape {tuple(x.shape)}; give (total, …) with the {self.layout.total} tokens")
         out = x.new_full((batch * seq, *x.shape[1:]), fill)
         return out.index_copy(0, places.to(x.device), x).view(batch, seq, *x.shape[1:])
 

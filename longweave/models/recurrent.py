@@ -16,9 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longweave.errors import InputError
-from longweave.linear.halo import causal_conv1d
-from longweave.linear.mixers import gated_delta_rule, kimi_delta_attention
-from longweave.models.step import Step
+from longweave.linear import halo, mixers
+from longweave.models.step import Step, outside_graphs
+
+# Exchanges of linear layers are made of many small calls: torch.compile steps around them.
+causal_conv1d, gated_delta_rule, kimi_delta_attention = (
+    outside_graphs(fn) for fn in (halo.causal_conv1d, mixers.gated_delta_rule, mixers.kimi_delta_attention)
+)
 
 
 def qwen3_next(module: Any, step: Step, hidden_states: Tensor, **kwargs: Any) -> Tensor:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,6 +24,11 @@ from longweave.plan.ranges import Ints
 from longweave.plan.schedule import Plan, make_plan
 
 KEY = "longweave"
+
+
+def outside_graphs(fn: Any) -> Any:
+    """The function as it is, for torch.compile to step around."""
+    return torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
 
 
 class Step:
@@ -47,7 +53,7 @@ class Step:
         self.rank, self.world_size = comm.rank, comm.size
         self.tokens = layout.counts[comm.rank]
         self._longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max(initial=0))
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self.plans: dict[tuple[object, ...], Plan] = {}
 
     def plan(self, window: int | None = None, **shape: int) -> Plan:
         """The plan for causal attention, or for a sliding window. All plans of a batch share its layout.
@@ -56,12 +62,8 @@ class Step:
         """
         if window is not None and window >= self._longest:
             window = None  # nobody can look back further than a document
-        key = (window, *sorted(shape.items()))
-        if key not in self._plans:
-            cu = self.cu_seqlens
-            mask = Mask.causal(cu) if window is None else Mask.sliding_window(cu, window)
-            self._plans[key] = make_plan(mask, self.layout, self.strategy, **shape)  # type: ignore[arg-type]
-        return self._plans[key]
+        plan: Plan = _plan(self, window, shape)
+        return plan
 
     def enter(self, x: Tensor) -> Tensor:
         """(1, tokens, …) as a model has it → (tokens, …) as operators across ranks take it."""
@@ -80,6 +82,16 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<Step: rank {self.rank} of {self.world_size}, {self.tokens} of {self.layout.total} tokens>"
+
+
+@outside_graphs
+def _plan(step: Step, window: int | None, shape: dict[str, int]) -> Plan:
+    key = (window, *sorted(shape.items()))
+    if key not in step.plans:
+        cu = step.cu_seqlens
+        mask = Mask.causal(cu) if window is None else Mask.sliding_window(cu, window)
+        step.plans[key] = make_plan(mask, step.layout, step.strategy, **shape)  # type: ignore[arg-type]
+    return step.plans[key]
 
 
 _current: ContextVar[Step | None] = ContextVar("longweave_step", default=None)

@@ -84,6 +84,25 @@ def test_losses_and_gradients(ranks: Ranks, layout: str, size: int, ignore_all: 
     ranks.run(losses, layout, ignore_all, size=size)
 
 
+def test_a_chunked_loss_keeps_no_logits() -> None:
+    head, full = Head(), data()
+    batch = lw.shard_batch(full.ids, CU)
+    kept: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        if x.shape[-1] == VOCAB:
+            kept.append(x.shape[0])
+        return x
+
+    for chunk, largest in ((8, 8), (CU[-1], CU[-1])):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            loss = batch.chunked_loss(head.hidden, head.weight, chunk=chunk)
+            assert kept == []
+            loss.backward()
+        assert all(rows <= largest for rows in kept)
+
+
 def few_tokens() -> None:
     batch = lw.shard_batch(torch.tensor([5, 6, 7]))
     assert batch.inputs["input_ids"].shape == (1, 1)
@@ -92,8 +111,8 @@ def few_tokens() -> None:
     loss = batch.loss(logits)
     loss.backward()
     assert worst(batch.reduce_loss(loss), torch.tensor(float(VOCAB)).log()) < 1e-6
-    assert batch.unshard(batch.inputs["input_ids"]).tolist() == [5, 6, 7]
-    assert batch.unshard(logits).shape == (3, VOCAB)
+    assert batch.unshard(batch.inputs["input_ids"]).tolist() == [[5, 6, 7]]
+    assert batch.unshard(logits).shape == (1, 3, VOCAB)
     assert batch.logprobs(logits)[1:].exp().mul(VOCAB).allclose(torch.ones(2))
 
 
@@ -106,8 +125,8 @@ def positions() -> None:
     expected = torch.cat([torch.arange(b - a) for a, b in pairwise(CU)])
     for layout in ("auto", "zigzag", "contiguous", "balanced"):
         batch = lw.shard_batch(full.ids[None], CU, layout=layout)
-        assert batch.unshard(batch.inputs["position_ids"]).equal(expected)
-        assert batch.unshard(batch.inputs["input_ids"]).equal(full.ids)
+        assert batch.unshard(batch.inputs["position_ids"]).equal(expected[None])
+        assert batch.unshard(batch.input_ids, dim=0).equal(full.ids)
         given = lw.shard_batch(full.ids, layout=layout, position_ids=expected + 3)
         assert given.unshard(given.position_ids).equal(expected + 3)
         assert given.cu_seqlens.tolist() == CU

@@ -15,6 +15,7 @@ from reference import worst
 from test_families import check, expected
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import longweave as lw
 from longweave.models import register, unregister
@@ -62,7 +63,7 @@ def test_one_process_without_a_group_is_the_model_itself() -> None:
     lw.parallelize(model)
     batch = lw.shard_batch(full.ids, CU, labels=full.labels)
     with exact(torch.float64, "llama"):
-        assert worst(batch.unshard(model(**batch.inputs).logits), want.logits) < 1e-9
+        assert worst(batch.unshard(model(**batch.inputs).logits)[0], want.logits) < 1e-9
 
 
 def test_configs_changed_meanwhile_stay_changed() -> None:
@@ -326,9 +327,51 @@ def autocast(family: str) -> None:
     assert ours < 4 * theirs
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5", "kimi_linear"])
 def test_autocast(ranks: Ranks, family: str) -> None:
     ranks.run(autocast, family, size=2)
+
+
+def sharded() -> None:
+    """FSDP2 first, parallelize afterwards; gradients by FSDP's own reduction."""
+    model = build("qwen3_next")
+    full, want = data(), one_process(model, "qwen3_next", data())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    lw.parallelize(model, mesh["cp"])
+    batch = lw.shard_batch(full.ids, CU, mesh["cp"], labels=full.labels)
+    with exact(torch.float64, "qwen3_next"):
+        out = model(**batch.inputs)
+        (batch.loss(out.logits) * lw.loss_scale(mesh)).backward()
+    assert worst(batch.unshard(out.logits)[0], want.logits) < 1e-9
+    for name, p in model.named_parameters():
+        assert worst(p.grad.full_tensor(), want.grads[name]) < 1e-9, name
+    with pytest.raises(lw.InputError, match="FSDP reduces"):
+        lw.reduce_gradients(model, mesh["cp"])
+    with pytest.raises(lw.InputError, match="DTensor"):
+        batch.chunked_loss(torch.zeros(batch.step.tokens, 32).double(), model.lm_head.weight)
+    lw.restore(model)
+
+
+def test_fsdp_before_parallelize(ranks: Ranks) -> None:
+    ranks.run(sharded, size=2)
+
+
+def compiled() -> None:
+    model = build("llama", torch.float32, num_hidden_layers=1)
+    full, want = data(), one_process(model, "llama", data())
+    lw.parallelize(model)
+    batch = lw.shard_batch(full.ids, CU, labels=full.labels)
+    out = torch.compile(model, backend="aot_eager")(**batch.inputs)
+    loss = batch.loss(out.logits)
+    loss.backward()
+    check(model, batch, out.logits, loss, want)
+
+
+def test_compile(ranks: Ranks) -> None:
+    ranks.run(compiled, size=2)
 
 
 PLAIN = """
