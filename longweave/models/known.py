@@ -59,11 +59,11 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
     (r"\w+(ForCausalLM|Model)", "model"),
 )
 
-_TORCH_TOKENWISE = (
-    nn.Linear,
-    nn.Embedding,
-    nn.LayerNorm,
-    nn.RMSNorm,
+# Whatever a subclass does (quantised weights, fused kernels), it stays what it is.
+_TORCH_TOKENWISE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+
+# Only with torch's own forward: a subclass may do anything.
+_TORCH_PLAIN = (
     nn.Identity,
     nn.Dropout,
     nn.ModuleList,
@@ -135,6 +135,8 @@ def _role(module: nn.Module) -> Role | None:
     if isinstance(module, _TORCH_TOKENWISE):
         return "tokenwise"
     where, name = base.__module__, base.__qualname__
+    if isinstance(module, _TORCH_PLAIN) and where.startswith("torch.nn.modules."):
+        return "tokenwise"
     if where == "torch.nn.modules.activation" and name != "MultiheadAttention":
         return "tokenwise"
     if where == "transformers.activations" or where.startswith("peft.tuners.lora."):
