@@ -127,6 +127,8 @@ class Ranks:
             for pipe in ready:
                 rank = pipes[pipe]  # type: ignore[index]
                 answer = self._receive(rank)
+                if answer is None:
+                    continue  # left over from a run that was given up
                 answers[rank] = answer
                 waiting.discard(rank)
                 if answer.error and not failed:
@@ -144,17 +146,24 @@ class Ranks:
             raise RankTimeoutError(f"ranks {sorted(waiting)} of {size} did not come back within {timeout:g} s\n{where}")
         return [answers[rank].result for rank in range(size)]
 
-    def _receive(self, rank: int) -> _Answer:
+    def _receive(self, rank: int) -> _Answer | None:
         worker = self._workers[rank]
         try:
-            result, error, note, when = pickle.loads(worker.pipe.recv_bytes())
+            run, result, error, note, when = pickle.loads(worker.pipe.recv_bytes())
         except (EOFError, OSError):
             worker.process.join(GRACE)
             code = worker.process.exitcode
             self._end(rank)
-            return _Answer(None, RankError(f"rank {rank} died with exit code {code}"), time.monotonic())
+            # Whatever else went wrong, it was because of this: a death counts as the first error.
+            return _Answer(None, RankError(f"rank {rank} died with exit code {code}"), -1.0)
+        if run != self._runs:
+            return None
         if note is None:
-            return _Answer(pickle.loads(result), None, when)
+            try:
+                return _Answer(pickle.loads(result), None, when)
+            except Exception as broken:
+                broken.add_note(f"while reading the result of rank {rank}")
+                return _Answer(None, broken, when)
         try:
             exception = pickle.loads(error)
         except Exception:
@@ -248,7 +257,7 @@ def _answer(job: _Job, store: Store) -> bytes:
         result = pickle.dumps(fn(*args, **kwargs))
         with suppress(RuntimeError):  # nobody hangs up while another still listens; a failed peer is its own report
             dist.barrier()
-        return pickle.dumps((result, None, None, time.monotonic()))
+        return pickle.dumps((job.run, result, None, None, time.monotonic()))
     except BaseException as error:
         when, note = time.monotonic(), traceback.format_exc()
         try:
@@ -256,7 +265,7 @@ def _answer(job: _Job, store: Store) -> bytes:
             pickle.loads(pickled)
         except Exception:
             pickled = pickle.dumps(RankError(f"{type(error).__name__}: {error}"))
-        return pickle.dumps((None, pickled, note, when))
+        return pickle.dumps((job.run, None, pickled, note, when))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # closes the connections: peers that wait for us fail at once

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from longweave.comm.agree import agree
 from longweave.comm.exchange import all_gather_v, all_to_all_v, reduce_scatter_v
 from longweave.comm.groups import Comm, Group, resolve
 from longweave.errors import GroupError, InputError
+from longweave.kernels.index import Indices
 from longweave.plan.layout import Layout, SpanTable
 from longweave.plan.ranges import Ints, expand
 from longweave.plan.routing import Route, route, run_index
@@ -31,7 +33,8 @@ def shard(x: Tensor, layout: Layout, group: Group = None, dim: int = 0) -> Tenso
     """
     comm = comm_for(layout, group)
     dim = _check_tokens(x, layout.total, dim, "the layout's total")
-    return _Select.apply(x, dim, _index(layout.table, comm.rank, x.device))  # type: ignore[no-any-return, no-untyped-call]
+    (index,) = _indices_of_rank(layout.table, comm.rank).on(x.device)
+    return _restored(_Select.apply(_movable(x), dim, index), x.dtype)  # type: ignore[no-untyped-call]
 
 
 def unshard(x_local: Tensor, layout: Layout, group: Group = None, dim: int = 0) -> Tensor:
@@ -43,7 +46,8 @@ def unshard(x_local: Tensor, layout: Layout, group: Group = None, dim: int = 0) 
     """
     comm = comm_for(layout, group)
     dim = _checked(x_local, [layout], layout.counts[comm.rank], dim, comm, "unshard")
-    return _Unshard.apply(x_local, layout, dim, comm)  # type: ignore[no-any-return, no-untyped-call]
+    full = _Unshard.apply(_movable(x_local), layout, dim, comm)  # type: ignore[no-untyped-call]
+    return _restored(full, x_local.dtype)
 
 
 def reshard(x_local: Tensor, src: Layout, dst: Layout, group: Group = None, dim: int = 0) -> Tensor:
@@ -59,7 +63,8 @@ def reshard(x_local: Tensor, src: Layout, dst: Layout, group: Group = None, dim:
     dim = _checked(x_local, [src, dst], path.tokens_in, dim, comm, "reshard")
     if path.is_identity:
         return x_local
-    return _Reshard.apply(x_local, path, dim, comm)  # type: ignore[no-any-return, no-untyped-call]
+    moved = _Reshard.apply(_movable(x_local), path, dim, comm)  # type: ignore[no-untyped-call]
+    return _restored(moved, x_local.dtype)
 
 
 class _Select(torch.autograd.Function):
@@ -79,16 +84,27 @@ class _Select(torch.autograd.Function):
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, layout: Layout, dim: int, comm: Comm) -> Tensor:
-        ctx.layout, ctx.dim, ctx.comm = layout, dim, comm
+        ctx.args = layout, dim, comm
         by_rank = all_gather_v(x_local.movedim(dim, 0), layout.counts, comm).wait()
         return by_rank.index_select(0, token_order(layout.table, x_local.device)).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,) = grads
-        by_rank = grad.movedim(ctx.dim, 0).index_select(0, rank_order(ctx.layout.table, grad.device))
-        mine = reduce_scatter_v(by_rank, ctx.layout.counts, ctx.comm).wait()
-        return mine.movedim(0, ctx.dim), None, None, None
+        return _SumHome.apply(grads[0], *ctx.args), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _SumHome(torch.autograd.Function):
+    """The transpose of `_Unshard`, and the other way round: gradients of gradients are right, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x_full: Tensor, layout: Layout, dim: int, comm: Comm) -> Tensor:
+        ctx.args = layout, dim, comm
+        by_rank = x_full.movedim(dim, 0).index_select(0, rank_order(layout.table, x_full.device))
+        return reduce_scatter_v(by_rank, layout.counts, comm).wait().movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Unshard.apply(grads[0], *ctx.args), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Reshard(torch.autograd.Function):
@@ -99,9 +115,8 @@ class _Reshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,) = grads
-        back = _walk(grad.movedim(ctx.dim, 0), ctx.path.reversed(), ctx.comm)
-        return back.movedim(0, ctx.dim), None, None, None
+        back = _Reshard.apply(grads[0], ctx.path.reversed(), ctx.dim, ctx.comm)  # type: ignore[no-untyped-call]
+        return back, None, None, None
 
 
 def _walk(x: Tensor, path: Route, comm: Comm) -> Tensor:
@@ -148,29 +163,51 @@ class _ByIdentity:
 
 
 def _run_index(runs: Ints, device: torch.device) -> Tensor:
-    return _cached_run_index(_ByIdentity(runs), device)
+    return _indices_of_runs(_ByIdentity(runs)).on(device)[0]
 
 
-@lru_cache(maxsize=256)
-def _cached_run_index(runs: _ByIdentity, device: torch.device) -> Tensor:
-    return torch.from_numpy(run_index(runs.array)).to(device)
+@lru_cache(maxsize=32)
+def _indices_of_runs(runs: _ByIdentity) -> Indices:
+    return Indices(run_index(runs.array))
 
 
-@lru_cache(maxsize=64)
-def _index(table: SpanTable, rank: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(Layout(table).indices(rank)).to(device)
+@lru_cache(maxsize=8)
+def _indices_of_rank(table: SpanTable, rank: int) -> Indices:
+    return Indices(Layout(table).indices(rank))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
+def _orders(table: SpanTable) -> Indices:
+    by_rank = expand(table.starts, table.stops)
+    return Indices(by_rank, np.argsort(by_rank))
+
+
 def rank_order(table: SpanTable, device: torch.device) -> Tensor:
     """The global index of every token, rank after rank: turns token order into rank order."""
-    return torch.from_numpy(expand(table.starts, table.stops)).to(device)
+    return _orders(table).on(device)[0]
 
 
-@lru_cache(maxsize=64)
 def token_order(table: SpanTable, device: torch.device) -> Tensor:
     """Where each token stands when the shards lie rank after rank: turns rank order into token order."""
-    return torch.argsort(rank_order(table, device))
+    return _orders(table).on(device)[1]
+
+
+# -- dtypes --------------------------------------------------------------------------------------------
+
+# Dtypes that torch cannot index travel as these, which have the same size.
+_STAND_INS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _movable(x: Tensor) -> Tensor:
+    """The same bits in a dtype that can be indexed; conjugate and negative views written out."""
+    x = x.resolve_conj().resolve_neg()
+    if x.dtype in _STAND_INS:
+        return x.view(_STAND_INS[x.dtype])
+    return x.view(torch.uint8) if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
+
+
+def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 # -- the door ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ ALLOWED = {
     "plan": {"errors"},
     "comm": {"errors"},
     "kernels": {"errors"},
-    "tokens": {"errors", "plan", "comm"},
+    "tokens": {"errors", "plan", "comm", "kernels"},
     "softmax": {"errors", "plan", "comm", "kernels", "tokens"},
     "linear": {"errors", "plan", "comm", "kernels", "tokens"},
     "models": {"errors", "plan", "comm", "kernels", "tokens", "softmax", "linear"},

@@ -45,6 +45,17 @@ def unpicklable() -> None:
     raise LocalError("cannot travel")
 
 
+class Poison:
+    """Can be pickled, but not read back."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def poisoned(bad: int) -> object:
+    return Poison() if dist.get_rank() == bad else "fine"
+
+
 def pid() -> int:
     return os.getpid()
 
@@ -69,6 +80,13 @@ def test_an_error_comes_back_with_its_rank_and_the_pool_goes_on(ranks: Ranks) ->
 def test_an_error_that_cannot_be_pickled(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="LocalError: cannot travel"):
         ranks.run(unpicklable, size=1)
+
+
+def test_a_result_that_cannot_be_read_does_not_spoil_the_next_run(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="not a number"):
+        ranks.run(poisoned, 0, size=2)
+    assert len(set(ranks.run(pid, size=2))) == 2
+    assert [r for r, *_ in ranks.run(world, size=2)] == [0, 1]
 
 
 def test_a_dead_rank_is_named_and_replaced(ranks: Ranks) -> None:

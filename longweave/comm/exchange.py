@@ -89,11 +89,11 @@ def reduce_scatter_v(x: Tensor, counts: Sequence[int], comm: Comm) -> Pending[Te
     Adds in float32 (float64 for float64) in rank order: the same bits every run, whatever the dtype that travels.
     """
     mine = counts[comm.rank]
-    sum_dtype = accumulation_dtype(x.dtype)
+    dtype = sum_dtype(x.dtype)
     starts = [0, *accumulate(counts)]
-    own = x[starts[comm.rank] : starts[comm.rank + 1]]
+    own = x[starts[comm.rank] : starts[comm.rank + 1]].clone()  # a view would keep all of x until wait()
     if comm.group is None or comm.size == 1:
-        return done(own.clone())
+        return done(own)
     recv_splits = [0 if peer == comm.rank else mine for peer in range(comm.size)]
     send_splits = [0 if peer == comm.rank else n for peer, n in enumerate(counts)]
     outgoing = torch.cat([x[: starts[comm.rank]], x[starts[comm.rank + 1] :]])
@@ -102,7 +102,7 @@ def reduce_scatter_v(x: Tensor, counts: Sequence[int], comm: Comm) -> Pending[Te
     def finish() -> Tensor:
         parts = list(pending.wait().view(comm.size - 1, mine, *x.shape[1:]).unbind())
         parts.insert(comm.rank, own)
-        total = parts[0].to(sum_dtype, copy=True)
+        total = parts[0].to(dtype, copy=True)
         for part in parts[1:]:
             total += part
         return total.to(x.dtype)
@@ -125,7 +125,7 @@ def send_receive(
     return dist.batch_isend_irecv(ops) if ops else []
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of `dtype` are summed across ranks."""
     if dtype.is_floating_point and dtype.itemsize < 4:
         return torch.float32

@@ -22,11 +22,6 @@ class Comm:
     rank: int
     size: int
 
-    def global_rank(self, group_rank: int) -> int:
-        """The rank in the default group: what torch's point-to-point calls want."""
-        assert self.group is not None
-        return dist.get_global_rank(self.group, group_rank)
-
     @property
     def control_device(self) -> torch.device:
         """Where small control tensors must live to be sent over this group."""
@@ -51,6 +46,8 @@ def resolve(group: Group) -> Comm:
         if not dist.is_available() or not dist.is_initialized():
             return Comm(None, 0, 1)
         group = dist.group.WORLD
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+        raise GroupError("this process is not a member of the group; call only on the group's own ranks")
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(f"group is a {type(group).__name__}; give a ProcessGroup, a 1-D DeviceMesh or None")
     rank = dist.get_rank(group)

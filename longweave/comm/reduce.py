@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from longweave.comm.exchange import accumulation_dtype
+from longweave.comm.exchange import sum_dtype
 from longweave.comm.groups import Comm
 
 BUCKET_BYTES = 64 << 20
@@ -22,7 +22,7 @@ def all_reduce_sum(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
     """
     results: list[Tensor] = []
     for bucket in _buckets(tensors):
-        flat = torch.cat([x.detach().reshape(-1).to(accumulation_dtype(x.dtype)) for x in bucket])
+        flat = torch.cat([x.detach().reshape(-1).to(sum_dtype(x.dtype)) for x in bucket])
         if comm.group is not None and comm.size > 1 and flat.numel():
             dist.all_reduce(flat, group=comm.group)
         sizes = [x.numel() for x in bucket]

@@ -7,6 +7,7 @@ waves are merged. No GPU has run this yet: the preparation of arguments is teste
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from longweave.kernels.index import Indices
 from longweave.kernels.merge import Partial
 from longweave.kernels.tasks import NO_LIMIT, Tasks
 
@@ -27,6 +29,7 @@ class Wave(NamedTuple):
     q: tuple[tuple[int, int], ...]
     k: tuple[tuple[int, int], ...]
     window: tuple[int, int]
+    borders: Indices  # cu_seqlens of queries and of keys
 
 
 def why_not_aten(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None:
@@ -36,14 +39,21 @@ def why_not_aten(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str 
 
 
 def why_not_flash_attn(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    if find_spec("flash_attn") is None:
+    if not _has_flash_attn():
         return "flash-attn is not installed"
     return _why_not(q, v)
+
+
+@lru_cache(maxsize=1)
+def _has_flash_attn() -> bool:
+    return find_spec("flash_attn") is not None
 
 
 def _why_not(q: Tensor, v: Tensor) -> str | None:
     if q.device.type != "cuda":
         return f"tensors are on {q.device.type}"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "it needs compute capability 8.0"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {q.dtype}"
     if q.shape[-1] > 256 or v.shape[-1] > 256:
@@ -63,7 +73,11 @@ def compile_waves(rows: Rows) -> tuple[Wave, ...]:
             waves.append(wave)
         wave[1].append((q0, q1))
         wave[2].append((k0, k1))
-    return tuple(Wave(tuple(qs), tuple(ks), window) for window, qs, ks in waves)
+    return tuple(Wave(tuple(qs), tuple(ks), window, Indices(_borders(qs), _borders(ks))) for window, qs, ks in waves)
+
+
+def _borders(spans: list[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    return np.cumsum([0, *(b - a for a, b in spans)]).astype(np.int32)
 
 
 def _window(q1: int, k1: int, lo: int, hi: int) -> tuple[int, int]:
@@ -118,17 +132,17 @@ def backward(
 
 
 def _arguments(wave: Wave, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """Packed q, k, v (tokens, heads, dim) of a wave and their borders."""
-    dim = max(q.shape[-1], v.shape[-1])
-    q_lens, k_lens = ([b - a for a, b in spans] for spans in (wave.q, wave.k))
+    """Packed q, k, v (tokens, heads, dim) of a wave and their borders; head dims filled up to a multiple of 8."""
+    dim = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+    cu_q, cu_k = wave.borders.on(q.device)
     return {
         "q": _take(q, wave.q, dim),
         "k": _take(k, wave.k, dim),
         "v": _take(v, wave.k, dim),
-        "cu_q": torch.tensor([0, *np.cumsum(q_lens)], dtype=torch.int32).to(q.device, non_blocking=True),
-        "cu_k": torch.tensor([0, *np.cumsum(k_lens)], dtype=torch.int32).to(q.device, non_blocking=True),
-        "max_q": max(q_lens),
-        "max_k": max(k_lens),
+        "cu_q": cu_q,
+        "cu_k": cu_k,
+        "max_q": max(b - a for a, b in wave.q),
+        "max_k": max(b - a for a, b in wave.k),
     }
 
 

@@ -12,6 +12,8 @@ No GPU has run this yet: the mask is tested, and the backward formula with a sta
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from longweave.kernels.merge import Partial
 from longweave.kernels.tasks import NO_LIMIT, Tasks
 
 Rows = npt.NDArray[np.int64]
+BLOCK = 128
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -84,7 +87,8 @@ def backward(
     with torch.enable_grad():
         block_out, block_lse = flex_call(*inputs, tasks, scale, softcap)
     grad, merged = grad_out[:, :queries].to(lse.dtype), out[:, :queries].to(lse.dtype)
-    weight = torch.exp(block_lse.detach().to(lse.dtype) - lse[:, :queries])
+    total = lse[:, :queries]
+    weight = torch.where(total > -torch.inf, torch.exp(block_lse.detach().to(lse.dtype) - total), 0.0)
     grad_block_out = weight[..., None] * grad
     own = (grad * block_out.detach().to(lse.dtype)).sum(-1)
     grad_block_lse = weight * (own - (grad * merged).sum(-1))
@@ -107,8 +111,7 @@ def flex_call(
         return softcap * torch.tanh(score / softcap)
 
     block_mask = tasks.compiled(_block_mask_on(q.device, k.shape[1]))
-    compiled: Any = torch.compile(flex_attention, dynamic=True)
-    out, aux = compiled(
+    out, aux = _compiled(flex_attention)(
         q[None],
         k[None],
         v[None],
@@ -121,19 +124,36 @@ def flex_call(
     return out[0], aux.lse[0]
 
 
-class _block_mask_on:  # noqa: N801 - used as a function; equal arguments must find the cached mask
-    def __init__(self, device: torch.device, keys: int) -> None:
-        self.device, self.keys = device, keys
+@lru_cache(maxsize=1)
+def _compiled(flex_attention: Any) -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@dataclass(frozen=True)
+class _block_mask_on:  # noqa: N801 - used as a function; equal arguments find the mask that was made
+    device: torch.device
+    keys: int
 
     def __call__(self, rows: Rows) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
+        from torch.nn.attention.flex_attention import BlockMask
 
         queries, intervals = compile_intervals(rows)
+        counts, indices = (torch.from_numpy(x)[None, None].to(self.device) for x in touched_blocks(rows, self.keys))
         table = torch.from_numpy(intervals).to(self.device)
-        return create_block_mask(mask_function(table), None, None, queries, self.keys, device=self.device)
+        return BlockMask.from_kv_blocks(
+            counts, indices, BLOCK_SIZE=BLOCK, mask_mod=mask_function(table), seq_lengths=(queries, self.keys)
+        )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _block_mask_on) and (self.device, self.keys) == (other.device, other.keys)
 
-    def __hash__(self) -> int:
-        return hash((self.device, self.keys))
+def touched_blocks(rows: Rows, keys: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """For each block of queries, how many blocks of keys its tasks touch, and which (the rest of the row is filler)."""
+    queries = int(rows[:, 1].max())
+    touched = np.zeros((-(-queries // BLOCK), -(-keys // BLOCK)), dtype=bool)
+    for q0, q1, k0, k1, lo, hi in rows.tolist():
+        for block in range(q0 // BLOCK, -(-q1 // BLOCK)):
+            first, last = max(q0, block * BLOCK), min(q1, (block + 1) * BLOCK)
+            left = max(k0, first + lo) if lo > -NO_LIMIT else k0
+            right = min(k1, last + hi) if hi < NO_LIMIT else k1
+            touched[block, left // BLOCK : -(-right // BLOCK)] = True
+    order = np.argsort(~touched, axis=1, kind="stable").astype(np.int32)
+    return touched.sum(1, dtype=np.int32), order

@@ -56,7 +56,8 @@ class Partial:
     def add_sinks(self, sinks: Tensor) -> None:
         """One more key per head with the given logit and the value 0."""
         sink = sinks.to(self.lse.dtype)[:, None]
-        self.out.mul_(torch.sigmoid(self.lse - sink)[..., None])
+        share = torch.where(self.lse > -torch.inf, torch.sigmoid(self.lse - sink), 0.0)  # also where the sink is −∞
+        self.out.mul_(share[..., None])
         torch.logaddexp(self.lse, sink.expand_as(self.lse), out=self.lse)
 
 

@@ -70,7 +70,10 @@ class Estimate:
 
 
 def estimates(mask: Mask, table: SpanTable, shape: Shape, machine: Machine) -> list[Estimate]:
-    """All strategies, fastest first; equal ones in the order groupcast, ring, allgather, ulysses."""
+    """Strategies, fastest first; equal ones in the order groupcast, ring, allgather, ulysses.
+
+    Group-cast is left out where nearly every key is needed everywhere: a ring then brings the same in two buffers.
+    """
     ranks = table.world_size
     layout_cost = cost(mask, Layout(table))
     work = layout_cost.area * shape.flops_per_pair / machine.flops
@@ -96,7 +99,6 @@ def estimates(mask: Mask, table: SpanTable, shape: Shape, machine: Machine) -> l
         "ulysses", total * busiest / shape.heads, 0.0, moved / machine.bytes_per_second + 2 * machine.latency
     )
     candidates = [ring, allgather, ulysses]
-    # Where nearly every key is needed everywhere, a ring brings the same with two buffers instead of all of it.
     if needed < 0.8 * received or not received:
         candidates.insert(0, groupcast)
     return sorted(candidates, key=lambda e: e.seconds)

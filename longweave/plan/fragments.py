@@ -28,7 +28,7 @@ import numpy as np
 
 from longweave.errors import InputError
 from longweave.plan.layout import Layout, SpanTable
-from longweave.plan.ranges import Ints, Span, as_cu_seqlens, cu_key, frozen, overlaps, ramp
+from longweave.plan.ranges import CuKey, Ints, Span, as_cu_seqlens, cu_key, from_key, frozen, overlaps, ramp
 
 
 class Role(IntEnum):
@@ -142,7 +142,7 @@ def pack_of(layout: Layout, cu_seqlens: object) -> Pack:
         if int(cu[-1]) != layout.total:
             raise InputError(f"cu_seqlens ends at {cu[-1]} but the layout has {layout.total} tokens; use the same pack")
         said = blake2b(cu.tobytes(), digest_size=16).hexdigest()
-        new = Pack(_fragments(layout.table, cu.tobytes()), f"{layout.fingerprint} {said}")
+        new = Pack(_fragments(layout.table, CuKey(cu.tobytes())), f"{layout.fingerprint} {said}")
         layout.derived[key] = layout.derived.setdefault(same, new)
     pack: Pack = layout.derived[key]
     return pack
@@ -158,8 +158,8 @@ def fragments(layout: Layout, cu_seqlens: object) -> Fragments:
 
 
 @lru_cache(maxsize=64)
-def _fragments(table: SpanTable, cu_bytes: bytes) -> Fragments:
-    cu = as_cu_seqlens(cu_bytes)
+def _fragments(table: SpanTable, key: CuKey) -> Fragments:
+    cu = from_key(key)
     full = np.flatnonzero(cu[1:] > cu[:-1])
     starts, stops, ranks = table.sorted
     span, document = overlaps(starts, stops, cu[:-1][full], cu[1:][full])

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
@@ -22,13 +23,16 @@ import numpy.typing as npt
 
 from longweave.errors import InputError
 from longweave.plan.ranges import (
+    CuKey,
     Ints,
     Span,
     as_cu_seqlens,
+    as_ints,
     check_total,
     check_world_size,
     cu_key,
     expand,
+    from_key,
     frozen,
     join_touching,
     ramp,
@@ -183,7 +187,7 @@ class Layout:
         for rank, own in enumerate(spans):
             for span in own:
                 try:
-                    start, stop = (int(n) for n in span)
+                    start, stop = (index(n) for n in span)
                 except (TypeError, ValueError) as error:
                     raise InputError(f"rank {rank} has the span {span!r}; give (start, stop)") from error
                 if start > stop:
@@ -239,7 +243,7 @@ class Layout:
         document = np.searchsorted(cu, tokens, side="right") - 1
         begin = cu[:-1]
         if offsets is not None:
-            extra = np.asarray(offsets, dtype=np.int64)
+            extra = as_ints(offsets, "offsets", "give one int per document")
             if extra.shape != begin.shape:
                 raise InputError(f"offsets has shape {extra.shape} for {len(begin)} documents; give one int each")
             begin = begin - extra
@@ -247,7 +251,7 @@ class Layout:
 
     def owner(self, token: int | npt.ArrayLike) -> int | Ints:
         """The rank that holds a token (or an array of tokens)."""
-        tokens = np.asarray(token)
+        tokens = as_ints(token, "token", "give token indices")
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.total):
             bad = tokens[(tokens < 0) | (tokens >= self.total)].flat[0] if tokens.ndim else tokens
             raise InputError(f"token {bad} does not exist; the layout has tokens 0 to {self.total - 1}")
@@ -294,8 +298,8 @@ def _contiguous(total: int, world_size: int) -> SpanTable:
 
 
 @lru_cache(maxsize=64)
-def _zigzag(key: tuple[int, ...] | bytes, world_size: int) -> SpanTable:
-    cu = as_cu_seqlens(key)
+def _zigzag(key: CuKey, world_size: int) -> SpanTable:
+    cu = from_key(key)
     lengths = np.diff(cu)
     pieces = 2 * world_size
     sizes = (lengths // pieces)[:, None] + _odd_tokens(lengths, world_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from longweave.errors import InputError
 from longweave.plan import slices as sl
-from longweave.plan.ranges import Ints, Span, as_cu_seqlens, check_total, frozen
+from longweave.plan.ranges import Ints, Span, as_cu_seqlens, as_ints, check_total, frozen
 
 _KINDS: dict[str, tuple[int | None, int | None]] = {"full": (None, None), "causal": (None, 0)}
 
@@ -63,19 +64,17 @@ class Mask:
         """Every token sees itself and the `window - 1` tokens before it in its own document."""
         if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
             raise InputError(f"window is {window!r}; give the number of tokens seen, itself included, at least 1")
-        return cls._per_document(cu_seqlens, 1 - int(window), 0)
+        return cls._per_document(cu_seqlens, max(1 - int(window), -sl.NO_LIMIT), 0)
 
     @classmethod
     def prefix_causal(cls, cu_seqlens: object, prefix_lens: Sequence[int] | int) -> Mask:
         """The first `prefix_lens[i]` tokens of document i all see each other; the rest is causal."""
         cu = as_cu_seqlens(cu_seqlens)
         start, stop = cu[:-1], cu[1:]
-        prefix = np.asarray(prefix_lens)
-        if prefix.dtype.kind not in "iu" and prefix.size:
-            raise InputError(f"prefix_lens holds {prefix.dtype}; give one int per document")
+        prefix = as_ints(prefix_lens, "prefix_lens", "give one int per document")
         if prefix.ndim and prefix.shape != start.shape:
             raise InputError(f"prefix_lens has {len(prefix)} entries for {len(start)} documents; give one each")
-        prefix = np.broadcast_to(prefix, start.shape).astype(np.int64)
+        prefix = np.broadcast_to(prefix, start.shape)
         bad = np.flatnonzero((prefix < 0) | (prefix > stop - start))
         if len(bad):
             i = int(bad[0])
@@ -96,7 +95,8 @@ class Mask:
         after it; their positions go on where the prompt ends (`Layout.positions(..., offsets=...)`).
         """
         prefix_len = check_total(prefix_len)
-        cu = as_cu_seqlens(np.cumsum([0, prefix_len, *branch_lens], dtype=np.int64))
+        branches = as_ints(branch_lens, "branch_lens", "give one length per branch")
+        cu = as_cu_seqlens(np.cumsum(np.append([0, prefix_len], branches)))
         own = _columns(cu[:-1], cu[1:], cu[:-1], cu[1:], -sl.NO_LIMIT, 0)
         prompt = _columns(cu[1:-1], cu[2:], 0, prefix_len, -sl.NO_LIMIT, sl.NO_LIMIT)
         return cls(int(cu[-1]), np.concatenate([own, prompt]), cu)
@@ -202,8 +202,11 @@ def _parse(i: int, total: int, item: Any) -> tuple[int, ...]:
             item = (item.q, item.k, (item.lo, item.hi))
         (q0, q1), (k0, k1), kind = item
         lo, hi = _KINDS[kind] if isinstance(kind, str) else kind
-        q0, q1, k0, k1 = (int(n) for n in (q0, q1, k0, k1))
-        limits = (-sl.NO_LIMIT if lo is None else int(lo), sl.NO_LIMIT if hi is None else int(hi))
+        q0, q1, k0, k1 = (index(n) for n in (q0, q1, k0, k1))
+        limits = (
+            -sl.NO_LIMIT if lo is None else max(index(lo), -sl.NO_LIMIT),
+            sl.NO_LIMIT if hi is None else min(index(hi), sl.NO_LIMIT),
+        )
     except (TypeError, ValueError, KeyError) as error:
         raise InputError(
             f"slice {i} is {item!r}; give ((q start, q stop), (k start, k stop), kind) with kind "

@@ -112,42 +112,57 @@ def frozen(array: npt.ArrayLike) -> Ints:
 # -- cu_seqlens ---------------------------------------------------------------------------------------
 
 
-def cu_key(cu_seqlens: object) -> tuple[int, ...] | bytes:
-    """A hashable form of `cu_seqlens` that is cheap to make: the key under which plans are cached."""
-    if isinstance(cu_seqlens, tuple | bytes):
-        return cu_seqlens
-    if isinstance(cu_seqlens, list):
-        return tuple(cu_seqlens)
-    return as_cu_seqlens(cu_seqlens).tobytes()
+class CuKey(NamedTuple):
+    """Checked document borders in a form that hashes fast: the key under which plans are cached."""
+
+    borders: tuple[int, ...] | bytes
+
+
+def cu_key(cu_seqlens: object) -> CuKey:
+    """Lists and tuples of plain ints are taken as they are and checked when the plan is made; all else is checked."""
+    if isinstance(cu_seqlens, list | tuple) and all(type(border) is int for border in cu_seqlens):
+        return CuKey(tuple(cu_seqlens))
+    return CuKey(as_cu_seqlens(cu_seqlens).tobytes())
+
+
+def from_key(key: CuKey) -> Ints:
+    if isinstance(key.borders, bytes):
+        return frozen(np.frombuffer(key.borders, dtype=np.int64))
+    return as_cu_seqlens(key.borders)
 
 
 def as_cu_seqlens(cu_seqlens: object) -> Ints:
     """Check document borders and return them as an int64 array.
 
-    Takes a list, tuple, numpy array, or anything with `.tolist()` such as a torch tensor, or what `cu_key` made.
+    Takes a list, tuple, numpy array, or anything with `.tolist()` such as a torch tensor.
     """
-    if isinstance(cu_seqlens, bytes):
-        return frozen(np.frombuffer(cu_seqlens, dtype=np.int64))
     remedy = "give the document borders as increasing ints, such as [0, 137, 2178]"
     if not isinstance(cu_seqlens, np.ndarray | list | tuple):
         if not hasattr(cu_seqlens, "tolist"):
             raise InputError(f"cu_seqlens is a {type(cu_seqlens).__name__}; {remedy}")
         cu_seqlens = cu_seqlens.tolist()
-    try:
-        cu = np.asarray(cu_seqlens)
-    except (ValueError, OverflowError) as error:
-        raise InputError(f"cu_seqlens is not a list of ints ({error}); {remedy}") from error
+    cu = as_ints(cu_seqlens, "cu_seqlens", remedy)
     if cu.ndim != 1 or not len(cu):
         raise InputError(f"cu_seqlens has shape {cu.shape}; {remedy}")
-    if cu.dtype.kind not in "iu":
-        raise InputError(f"cu_seqlens holds {cu.dtype}, not ints; {remedy}")
     if cu[0] != 0:
         raise InputError(f"cu_seqlens starts at {cu[0]}, not at 0; {remedy}")
     falls = np.flatnonzero(cu[1:] < cu[:-1])
     if len(falls):
         i = int(falls[0])
         raise InputError(f"cu_seqlens falls from {cu[i]} to {cu[i + 1]} at entry {i + 1}; {remedy}")
-    return frozen(cu.astype(np.int64))
+    return frozen(cu)
+
+
+def as_ints(values: object, name: str, remedy: str) -> Ints:
+    """An int64 array of what are really ints: floats and bools are refused, not rounded."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"{name} is not made of ints ({error}); {remedy}") from error
+    holds_bools = isinstance(values, list | tuple) and any(isinstance(value, bool | np.bool_) for value in values)
+    if holds_bools or (array.dtype.kind not in "iu" and array.size):
+        raise InputError(f"{name} holds {'bools' if holds_bools else array.dtype}, not ints; {remedy}")
+    return array.astype(np.int64)
 
 
 def check_world_size(world_size: object) -> int:

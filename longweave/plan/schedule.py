@@ -146,15 +146,25 @@ def make_plan(
     for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("itemsize", itemsize)):
         if not isinstance(value, int) or value < 1:
             raise InputError(f"{name} is {value!r}; give a positive int")
+    if v_dim is not None and (not isinstance(v_dim, int) or v_dim < 1):
+        raise InputError(f"v_dim is {v_dim!r}; give a positive int or None")
     if heads % kv_heads:
         raise InputError(f"heads is {heads} and kv_heads {kv_heads}; query heads must be a multiple of K/V heads")
     shape = Shape(heads, kv_heads, head_dim, v_dim, itemsize)
-    return Plan(_decide(mask, layout.table, strategy, ulysses_size, shape, machine or Machine()))
+    # Masks are equal if they allow the same pairs, whatever their documents: those belong to the key.
+    documents = mask.cu_seqlens.tobytes()
+    return Plan(_decide(mask, documents, layout.table, strategy, ulysses_size, shape, machine or Machine()))
 
 
 @lru_cache(maxsize=128)
 def _decide(
-    mask: Mask, table: SpanTable, strategy: str, ulysses_size: int | None, shape: Shape, machine: Machine
+    mask: Mask,
+    documents: bytes,
+    table: SpanTable,
+    strategy: str,
+    ulysses_size: int | None,
+    shape: Shape,
+    machine: Machine,
 ) -> Decision:
     why = "asked for"
     if strategy == "auto":

@@ -60,7 +60,17 @@ def attention(
         raise InputError(f"plan is a {type(plan).__name__}; make one with lw.make_plan(mask, layout)")
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise InputError("q, k and v must be tensors of shape (tokens, heads, dim)")
-    if torch.is_autocast_enabled(q.device.type):
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise InputError(f"sinks is a {type(sinks).__name__}; give a tensor with one logit per query head")
+    if not isinstance(backend, str):
+        raise InputError(f"backend is {backend!r}; give the name of a kernel, or 'auto'")
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not isinstance(value, int | float):
+            raise InputError(f"{name} is {value!r}; give a number or None")
+    dropout = strategy_options.pop("dropout_p", 0)
+    if dropout:
+        raise InputError(f"dropout_p is {dropout}; attention across ranks has no dropout: leave it out")
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if return_lse:
@@ -101,10 +111,12 @@ def _attention(
     options: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out (T, H, Dv), lse (T, H), and what backward needs besides the inputs and these two."""
-    strategy = _open(q, k, v, sinks, key, group, options, softcap)
+    how = f"scale {scale}, softcap {softcap}, backend {backend}, sinks {sinks is not None}, options {options!r}"
+    strategy = _open(q, k, v, sinks, key, group, options, softcap, how)
     kernel = choose(q, k, v, _scale(scale, q), softcap, backend)
     q_heads, k_heads, v_heads = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-    out, lse, saved = strategy.forward(kernel, q_heads, k_heads, v_heads, sinks)
+    with torch.autocast(q.device.type, enabled=False):  # dtypes were decided at the door
+        out, lse, saved = strategy.forward(kernel, q_heads, k_heads, v_heads, sinks)
     return out.transpose(0, 1).to(q.dtype).contiguous(), lse.t().contiguous(), saved
 
 
@@ -132,7 +144,8 @@ def _attention_backward(
     saved = [*(x.transpose(0, 1).contiguous() for x in saved[:at_the_door]), *saved[at_the_door:]]
     q, k, v = saved[:3]
     kernel = choose(q, k, v, _scale(scale, q), softcap, backend)
-    grads = strategy.backward(kernel, grad_out.transpose(0, 1).contiguous(), saved, sinks)
+    with torch.autocast(q.device.type, enabled=False):
+        grads = strategy.backward(kernel, grad_out.transpose(0, 1).contiguous(), saved, sinks)
     # Always copies: dk and dv may be views of one buffer, which an operator must not return.
     dq, dk, dv = (
         torch.empty(grad.transpose(0, 1).shape, dtype=q.dtype, device=q.device).copy_(grad.transpose(0, 1))
@@ -215,6 +228,7 @@ def _open(
     group: str,
     options: str,
     softcap: float | None,
+    how: str,
 ) -> Strategy:
     """Check this rank's input; on the first use of a plan on a group, with all ranks at once."""
     plan, comm = recall(key), named(group)
@@ -231,7 +245,7 @@ def _open(
     except InputError as error:
         problem = error
     shapes = [tuple(x.shape[1:]) for x in (q, k, v)]
-    agree(comm, [plan], f"attention of {q.dtype} {shapes} with options {options!r}", problem)
+    agree(comm, [plan], f"attention of {q.dtype} {shapes}, {how}", problem)
     assert strategy is not None
     return strategy
 
@@ -248,14 +262,20 @@ def _check(
         raise InputError(f"{shapes}: k and v need the same number of heads, and q a multiple of it")
     if q.shape[2] != k.shape[2] or q.shape[2] == 0 or v.shape[2] == 0:
         raise InputError(f"{shapes}: q and k need the same head dim")
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise InputError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give one floating dtype")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+        listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise InputError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give one floating dtype of {listed}")
     if not q.device == k.device == v.device:
         raise InputError(f"q, k, v are on {q.device}, {k.device}, {v.device}; put them on one device")
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise InputError(f"sinks has shape {tuple(sinks.shape)}; give one logit per query head, ({q.shape[1]},)")
+    if sinks is not None and sinks.device != q.device:
+        raise InputError(f"sinks is on {sinks.device} and q on {q.device}; put them on one device")
     if softcap is not None and not softcap > 0:
         raise InputError(f"softcap is {softcap}; give a positive number or None")
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _scale(scale: float | None, q: Tensor) -> float:
@@ -267,8 +287,6 @@ def _parse_items(options: str) -> tuple[tuple[str, int], ...]:
     items = []
     for item in options.split(",") if options else ():
         name, _, value = item.partition("=")
-        if name.startswith("dropout"):
-            raise InputError(f"{item}: attention has no dropout; leave it out (models train without it at this scale)")
         try:
             items.append((name, int(value)))
         except ValueError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +19,10 @@ from longweave.comm.groups import Comm
 from longweave.errors import InputError
 from longweave.kernels.attention import Kernel
 from longweave.kernels.dtypes import accumulation_dtype
+from longweave.kernels.index import Indices
 from longweave.kernels.merge import Partial, sinks_gradient
 from longweave.kernels.tasks import Tasks
-from longweave.plan.cast import Cast, cast
+from longweave.plan.cast import Cast, CastStage, cast
 from longweave.plan.heads import HeadSplit, head_groups, split_heads
 from longweave.plan.layout import Layout, SpanTable, join_ranks
 from longweave.plan.mask import Mask
@@ -269,8 +271,12 @@ class GroupCast:
         return bool(self.call.options.get("keep_kv", self.call.plan.keep_kv))
 
     def stages(self, device: torch.device) -> tuple[Tasks, list[Stage]]:
-        own, parts = cast_on_device(self.cast, device)
-        return own, [replace(stage, comm=self.call.comm) for stage in parts]
+        own, parts = cast_parts(self.cast)
+        stages = []
+        for stage, indices, tasks in parts:
+            send, order, back = indices.on(device)
+            stages.append(Stage(self.call.comm, stage.send_splits, stage.recv_splits, send, order, back, tasks))
+        return own, stages
 
     def extra(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         if not self.keep_kv:
@@ -314,25 +320,24 @@ def tasks_on_all(mask: Mask, table: SpanTable, rank: int) -> Tasks:
     return Tasks(work_on_all(mask, table, rank))
 
 
-@lru_cache(maxsize=64)
 def block_order(table: SpanTable, ranks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The tokens of some ranks: from rank after rank to token order, and back."""
+    order, back = _block_indices(table, ranks).on(device)
+    return order, back
+
+
+@lru_cache(maxsize=16)
+def _block_indices(table: SpanTable, ranks: tuple[int, ...]) -> Indices:
     layout = Layout(table)
-    tokens = torch.cat([torch.from_numpy(layout.indices(rank)) for rank in ranks])
-    order = torch.argsort(tokens)
-    return order.to(device), torch.argsort(order).to(device)
+    order = np.argsort(np.concatenate([layout.indices(rank) for rank in ranks]))
+    return Indices(order, np.argsort(order))
 
 
-@lru_cache(maxsize=64)
-def cast_on_device(schedule: Cast, device: torch.device) -> tuple[Tasks, tuple[Stage, ...]]:
-    """A schedule with its indices as tensors; whoever uses it puts in its own group."""
-    nobody = Comm(None, 0, 1)
-    stages = []
-    for stage in schedule.stages:
-        send, order = (torch.from_numpy(index.copy()) for index in (stage.send_index, stage.order))
-        back = torch.argsort(order).to(device)
-        tasks = Tasks(stage.rows)
-        stages.append(
-            Stage(nobody, stage.send_splits, stage.recv_splits, send.to(device), order.to(device), back, tasks)
-        )
-    return Tasks(schedule.own), tuple(stages)
+@lru_cache(maxsize=16)
+def cast_parts(schedule: Cast) -> tuple[Tasks, tuple[tuple[CastStage, Indices, Tasks], ...]]:
+    """A schedule with the tasks of its stages, and their indices: sending order, arrival to token order, and back."""
+    parts = [
+        (stage, Indices(stage.send_index, stage.order, np.argsort(stage.order)), Tasks(stage.rows))
+        for stage in schedule.stages
+    ]
+    return Tasks(schedule.own), tuple(parts)

@@ -70,10 +70,17 @@ def any_tensor() -> None:
     cu = [0, 13, 14, 31]
     src, dst = lw.Layout.zigzag(cu, world), lw.Layout.contiguous(31, world)
     dtypes = [torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.complex64, torch.uint8]
+    dtypes += [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.int8]
     for dtype in dtypes:
-        x = (full(31, 4) * 3).to(dtype)
-        assert torch.equal(lw.reshard(lw.shard(x, src), src, dst), x[dst.indices(rank)]), dtype
-        assert torch.equal(lw.unshard(lw.shard(x, src), src), x), dtype
+        x = (full(31, 4) * 3).abs().to(dtype)
+        moved = lw.reshard(lw.shard(x, src), src, dst)
+        assert moved.dtype == dtype
+        plain = x.view(torch.uint8).view(31, -1)
+        assert torch.equal(moved.view(torch.uint8).view(len(moved), -1), plain[dst.indices(rank)]), dtype
+        assert torch.equal(lw.unshard(lw.shard(x, src), src).view(torch.uint8).view(31, -1), plain), dtype
+    conjugate = torch.complex(full(31), full(31).flip(0)).conj()
+    local = lw.shard(conjugate, src)
+    assert torch.equal(lw.reshard(local.resolve_conj().conj(), src, dst).conj(), conjugate[dst.indices(rank)])
     flat = full(31)
     assert torch.equal(lw.reshard(lw.shard(flat, src), src, dst), flat[dst.indices(rank)])
     x = full(31, 2, 5).movedim(0, 1)  # (2, 31, 5), not contiguous
@@ -203,6 +210,64 @@ def test_one_process_needs_no_group() -> None:
     assert torch.equal(lw.unshard(local, layout), x)
     assert torch.equal(lw.reshard(local, layout, lw.Layout.contiguous(6, 1)), x)
     assert torch.autograd.gradcheck(lambda t: lw.reshard(t, layout, lw.Layout.contiguous(6, 1)), (x,))
+
+
+def second_order() -> None:
+    """Gradients of gradients cross ranks, too: the Hessian-vector product of a sum of cubes."""
+    world = dist.get_world_size()
+    cu = [0, 5, 9]
+    src, dst = lw.Layout.zigzag(cu, world), lw.Layout.contiguous(9, world)
+    x = full(9)
+    for move in (lambda t: lw.reshard(t, src, dst), lambda t: lw.unshard(t, src)):
+        local = lw.shard(x, src).requires_grad_()
+        (grad,) = torch.autograd.grad((move(local) ** 3).sum(), local, create_graph=True)
+        (hessian,) = torch.autograd.grad(grad.sum(), local)
+        times = 1 if move(local).shape == (dst.counts[dist.get_rank()],) else world  # unshard: every rank has a loss
+        torch.testing.assert_close(hessian, 6 * times * local)
+
+
+def test_gradients_of_gradients(ranks: Ranks) -> None:
+    ranks.run(second_order, size=2)
+
+
+def fake_then_real() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    layout = lw.Layout.zigzag([0, 61], dist.get_world_size())
+    with FakeTensorMode():
+        assert lw.shard(torch.empty(61), layout).shape == (layout.counts[dist.get_rank()],)
+    x = full(61)
+    assert torch.equal(lw.shard(x, layout), x[layout.indices(dist.get_rank())])
+
+
+def test_a_fake_run_leaves_nothing_behind(ranks: Ranks) -> None:
+    ranks.run(fake_then_real, size=2)
+
+
+def rank_order_sum() -> bool:
+    """Float sums depend on their order: it is the order of the ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = lw.Layout.contiguous(64 * world, world)
+    parts = [torch.randn(64 * world, generator=torch.Generator().manual_seed(r)) * 10.0**r for r in range(world)]
+    local = torch.zeros(64, requires_grad=True)
+    lw.unshard(local, layout).backward(parts[rank])
+    total = torch.zeros(64 * world)
+    for part in parts:
+        total += part
+    return torch.equal(local.grad, lw.shard(total, layout))
+
+
+def test_sums_are_in_rank_order(ranks: Ranks) -> None:
+    assert ranks.run(rank_order_sum, size=4) == [True] * 4
+
+
+def not_a_member() -> str:
+    group = dist.new_group([0])
+    return "member" if dist.get_rank() == 0 else catch(lambda: lw.shard(full(4), lw.Layout.contiguous(4, 1), group))
+
+
+def test_a_rank_outside_the_group_is_told_so(ranks: Ranks) -> None:
+    assert "not a member of the group" in ranks.run(not_a_member, size=2)[1]
 
 
 # -- bad input --------------------------------------------------------------------------------------

@@ -81,6 +81,34 @@ def test_merge_in_any_order_and_with_nothing(parts: list[int], seed: int) -> Non
     assert worst(whole.lse.t(), lse) < 1e-12
 
 
+def test_middle_sized_causal_tasks_go_by_strips() -> None:
+    causal = lambda n: cpu_flash.compile_calls(lw.Mask.causal([0, n]).rows)  # noqa: E731
+    assert len(causal(1000)) == 8
+    assert all(call.q1 - call.q0 <= 128 and not call.causal for call in causal(1000))
+    assert [call.causal for call in causal(200)] == [True]
+    assert [call.causal for call in causal(5000)] == [True]
+
+
+def test_the_merge_adds_in_float32() -> None:
+    """A thousand equal bf16 partials: their mean is exact in float32 and lost in bf16."""
+    result = Partial.empty(torch.zeros(1, 1, 4, dtype=torch.bfloat16), 1)
+    assert result.out.dtype == torch.float32
+    g = torch.Generator().manual_seed(0)
+    values = torch.randn(1000, generator=g).bfloat16()
+    for value in values:
+        result.add(0, 1, value.view(1, 1, 1), torch.zeros(1, 1, dtype=torch.bfloat16))
+    assert abs(float(result.out) - float(values.double().mean())) < 1e-5
+
+
+def test_sinks_of_minus_infinity_change_nothing() -> None:
+    problem = Problem.random(6, heads=2, kv_heads=1)
+    q, k, v = (x.transpose(0, 1) for x in (problem.q, problem.k, problem.v))
+    tasks = Tasks(lw.Mask.from_slices(6, [((2, 4), (0, 3), "full")]).rows)
+    plain, sunk = attend(q, k, v, tasks), attend(q, k, v, tasks, sinks=torch.full((2,), -torch.inf))
+    assert torch.equal(plain[0], sunk[0])
+    assert torch.equal(plain[1], sunk[1])
+
+
 def test_the_merge_compiles() -> None:
     """In one graph; what a GPU runs is the same graph."""
     merge = torch.compile(merge_module._merge, dynamic=True, fullgraph=True, backend="aot_eager")
@@ -232,8 +260,11 @@ def test_flex_mask_and_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     result, kernel = Partial.empty(q, 8), Kernel("flex", 8**-0.5)
     kernel.forward(result, q, k, v, tasks)
     assert worst(result.out.transpose(0, 1), expected["out"]) < 1e-12
-    if mask.dense()[:queries].any(1).all():
-        grads = tuple(zeros_like_sum(x) for x in (q, k, v))
-        kernel.backward(grads, grad, q, k, v, result.out, result.lse, tasks)
-        for got, which in zip(grads, ("dq", "dk", "dv"), strict=True):
-            assert worst(got.transpose(0, 1), expected[which]) < 1e-12, which
+    grads = tuple(zeros_like_sum(x) for x in (q, k, v))
+    kernel.backward(grads, grad, q, k, v, result.out, result.lse, tasks)
+    for got, which in zip(grads, ("dq", "dk", "dv"), strict=True):
+        assert worst(got.transpose(0, 1), expected[which]) < 1e-12, which
+    counts, blocks = flex.touched_blocks(tasks.rows, mask.total)
+    for i, (count, row) in enumerate(zip(counts, blocks, strict=True)):
+        dense = mask.dense()[128 * i : 128 * (i + 1)]
+        assert sorted(row[:count].tolist()) == sorted({int(k) // 128 for k in np.flatnonzero(dense.any(0))})

@@ -92,6 +92,37 @@ def test_a_plan_is_made_once() -> None:
     assert make_plan(mask, layout, "ring") != a
 
 
+def test_plans_that_run_differently_are_different() -> None:
+    """Ranks with such plans would exchange other messages: the fingerprint must tell."""
+    mask, layout = Mask.causal([0, 700, 1000]), Layout.zigzag([0, 700, 1000], 4)
+    plans = [make_plan(mask, layout, "ring", ulysses_size=size) for size in (1, 2, 4)]
+    plans += [make_plan(mask, layout, "groupcast", heads=heads, kv_heads=1, head_dim=8) for heads in (1, 512)]
+    assert plans[-1].stages != plans[-2].stages
+    assert len({plan.fingerprint for plan in plans}) == len(plans)
+
+
+def test_a_plan_keeps_the_documents_it_was_made_for() -> None:
+    """Masks that allow the same pairs are equal, also if their documents differ; their plans must not be mixed up."""
+    layout = Layout.contiguous(9, 3)
+    first, second = Mask.causal([0, 5, 5, 9]), Mask.causal([0, 5, 9])
+    assert first == second
+    assert make_plan(first, layout).mask.cu_seqlens.tolist() == [0, 5, 5, 9]
+    assert make_plan(second, layout).mask.cu_seqlens.tolist() == [0, 5, 9]
+
+
+def test_report_of_every_rank_on_an_uneven_layout() -> None:
+    layout = Layout.from_spans(12, [[(0, 6)], [(6, 8)], [(8, 9)], [(9, 12)]])
+    mask = Mask.full([0, 12])
+    ring = make_plan(mask, layout, "ring").report().ranks
+    assert [(r.tokens_received, r.tokens_sent) for r in ring] == [(6, 10), (10, 11), (11, 9), (9, 6)]
+    gather = make_plan(mask, layout, "allgather").report().ranks
+    assert [(r.tokens_received, r.tokens_sent) for r in gather] == [(6, 18), (10, 6), (11, 3), (9, 9)]
+    ulysses = make_plan(mask, layout, "ulysses", heads=4, kv_heads=4, head_dim=1, itemsize=1).report().ranks
+    # A rank sends q, k, v of its tokens for three heads, and the output of its head for all other tokens.
+    assert [r.bytes_sent for r in ulysses] == [3 * 3 * n + (12 - n) for n in (6, 2, 1, 3)]
+    assert [r.bytes_received for r in ulysses] == [3 * (12 - n) + 3 * n for n in (6, 2, 1, 3)]
+
+
 def test_plans_pickle() -> None:
     import pickle
 

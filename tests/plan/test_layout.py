@@ -129,6 +129,13 @@ def test_identity() -> None:
     ("make", "message"),
     [
         (lambda: Layout.zigzag([0, 3, 1], 2), r"falls from 3 to 1"),
+        (lambda: [Layout.zigzag([0, 137], 2), Layout.zigzag([0, 137.0], 2)], r"float64, not ints"),
+        (lambda: Layout.zigzag([False, 137], 2), r"bools, not ints"),
+        (lambda: Layout.zigzag([0, [1, 2]], 2), r"not made of ints"),
+        (lambda: Layout.zigzag(b"12345678", 2), r"is a bytes"),
+        (lambda: Layout.from_spans(5, [[(0, 2.7), (2.2, 5)]]), r"span \(0, 2.7\)"),
+        (lambda: Layout.contiguous(5, 2).positions(0, [0, 5], offsets=[1.9]), r"offsets holds float64"),
+        (lambda: Layout.contiguous(5, 2).owner(1.5), r"token holds float64"),
         (lambda: Layout.zigzag((0, 5), 0), r"world_size is 0"),
         (lambda: Layout.contiguous(5, -1), r"world_size is -1"),
         (lambda: Layout.contiguous(5, 2.0), r"world_size is 2\.0"),

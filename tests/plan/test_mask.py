@@ -120,6 +120,11 @@ def test_large_areas_are_exact() -> None:
     assert Mask.sliding_window([0, n], 4096).area == 4096 * 4097 // 2 + (n - 4096) * 4096
 
 
+def test_limits_beyond_all_tokens_are_no_limits() -> None:
+    assert Mask.sliding_window([0, 9], 2**70) == Mask.causal([0, 9])
+    assert Mask.from_slices(9, [((0, 9), (0, 9), (-(2**70), 2**70))]) == Mask.full([0, 9])
+
+
 def test_identity_and_kinds() -> None:
     a = Mask.causal([0, 4, 9])
     b = Mask.from_slices(9, [((4, 9), (4, 9), "causal"), ((0, 4), (0, 4), "causal")])
@@ -144,11 +149,13 @@ def test_identity_and_kinds() -> None:
         (lambda: Mask.causal([0, 1.5]), r"float64, not ints"),
         (lambda: Mask.causal([[0, 1], [1, 2]]), r"shape \(2, 2\)"),
         (lambda: Mask.causal(7), r"is a int"),
-        (lambda: Mask.causal([0, [1]]), r"not a list of ints"),
+        (lambda: Mask.causal([0, [1]]), r"not made of ints"),
         (lambda: Mask.sliding_window([0, 5], 0), r"window is 0"),
         (lambda: Mask.prefix_causal([0, 5], [6]), r"prefix_lens\[0\] is 6 but document 0 has 5"),
         (lambda: Mask.prefix_causal([0, 5], [1, 2]), r"2 entries for 1 documents"),
         (lambda: Mask.prefix_causal([0, 5], [1.0]), r"float64"),
+        (lambda: Mask.shared_prefix(5, [3.7]), r"branch_lens holds float64"),
+        (lambda: Mask.from_slices(5, [((0, 2.5), (0, 2), "full")]), r"slice 0 is"),
         (lambda: Mask.shared_prefix(-1, [2]), r"-1"),
         (lambda: Mask.shared_prefix(3, [2, -1]), r"falls"),
         (lambda: Mask.from_slices(5, [((0, 9), (0, 2), "full")]), r"inside 0 to 5"),

@@ -27,6 +27,10 @@ def refusals() -> None:
         (lambda: lw.attention(x, kv, kv, plan, sinks=torch.zeros(2)), r"\(4,\)"),
         (lambda: lw.attention(x, kv, kv, plan, softcap=-1.0), "softcap is -1.0"),
         (lambda: lw.attention(x, kv, kv, plan, dropout_p=0.1), "no dropout"),
+        (lambda: lw.attention(x, kv, kv, plan, sinks=[0.0] * 4), "sinks is a list"),
+        (lambda: lw.attention(x, kv, kv, plan, scale="a"), "scale is 'a'"),
+        (lambda: lw.attention(x, kv, kv, plan, backend=None), "backend is None"),
+        (lambda: lw.attention(*[t.to(torch.float8_e4m3fn) for t in (x, kv, kv)], plan), "one floating dtype of"),
         (lambda: lw.attention(x, kv, kv, plan, heads_k_stride=1), "ring takes .*not heads_k_stride"),
         (lambda: lw.attention(x, kv, kv, plan, ulysses_size=3), "ulysses_size is 3"),
         (lambda: lw.attention(x, kv, kv, plan, backend="magic"), "backend is 'magic'"),
@@ -42,8 +46,9 @@ def refusals() -> None:
         (lambda: lw.attention([1], kv, kv, plan), "must be tensors"),
         (lambda: lw.attention(x, kv, kv, plan, "group"), "group is a str"),
     ]
+    # Both plans are known to all ranks then: from here on nothing needs to be sent.
     lw.attention(x, kv, kv, plan)
-    lw.attention(x, kv, kv, gather)  # both plans are known to all ranks: from here on nothing needs to be sent
+    lw.attention(x, kv, kv, gather, dropout_p=0.0)
     for call, message in cases:
         before = dist.group.WORLD._get_sequence_number_for_group()
         with pytest.raises(lw.LongweaveError, match=message):
@@ -66,8 +71,9 @@ def one_rank_differs(what: str) -> str:
     x = torch.randn(4, 6 if odd and what == "heads" else 2, 8)
     if odd and what == "tokens":
         x = x[:3]
+    options = {"options": {"ulysses_size": 2}, "softcap": {"softcap": 5.0}, "scale": {"scale": 0.5}}
     try:
-        lw.attention(x, x, x, plan)
+        lw.attention(x, x, x, plan, **(options.get(what, {}) if odd else {}))
     except lw.LongweaveError as error:
         return str(error)
     return "nothing raised"
@@ -75,7 +81,14 @@ def one_rank_differs(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("documents", "rank 1 .*another plan"), ("heads", "rank 1 .*another call"), ("tokens", "rank 1 ")],
+    [
+        ("documents", "rank 1 .*another plan"),
+        ("heads", "rank 1 .*another call"),
+        ("tokens", "rank 1 "),
+        ("options", "rank 1 .*another call"),
+        ("softcap", "rank 1 .*another call"),
+        ("scale", "rank 1 .*another call"),
+    ],
 )
 def test_one_odd_rank_raises_on_all(ranks: Ranks, what: str, message: str) -> None:
     import re
@@ -95,6 +108,7 @@ def test_one_odd_rank_raises_on_all(ranks: Ranks, what: str, message: str) -> No
         (lambda m, y: lw.make_plan(m, y, "allgather", ulysses_size=2), "goes with the strategies ring"),
         (lambda m, y: lw.make_plan(m, y, heads=6, kv_heads=4), "heads is 6 and kv_heads 4"),
         (lambda m, y: lw.make_plan(m, y, heads=0), "heads is 0"),
+        (lambda m, y: lw.make_plan(m, y, v_dim=-5), "v_dim is -5"),
     ],
 )
 def test_plans_that_make_no_sense(call, message: str) -> None:

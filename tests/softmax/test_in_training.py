@@ -98,6 +98,71 @@ def under_autocast() -> None:
         assert lw.attention(q, q, q, plan).dtype == torch.bfloat16
 
 
+def exact_under_autocast() -> None:
+    """Autocast decides the dtype of q, k, v and nothing inside: the softcap backend must not multiply in bf16."""
+    plan = plan_for("ring", {}, dist.get_world_size())
+    mine = plan.layout.indices(dist.get_rank())
+    p = Problem.random(CU[-1], dtype=torch.bfloat16)
+    found = []
+    for enabled in (False, True):
+        q, k, v = (getattr(p, n)[mine].requires_grad_() for n in "qkv")
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = lw.attention(q, k, v, plan, softcap=3.0)
+            found.append([out, *torch.autograd.grad(out, (q, k, v), p.grad[mine])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    x = torch.randn(len(mine), 2, 8, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lw.attention(x, x, x, plan).dtype == torch.float64
+
+
+def test_autocast_stays_outside(ranks: Ranks) -> None:
+    ranks.run(exact_under_autocast, size=2)
+
+
+def order_of_ring_events() -> list[str]:
+    """What one rank does, in order: post a transfer, compute, wait."""
+    from longweave.comm.exchange import Pending
+    from longweave.kernels.attention import Kernel
+    from longweave.softmax import ring
+
+    events: list[str] = []
+    shift, forward, wait = ring.shift, Kernel.forward, Pending.wait
+    ring.shift = lambda *args: (events.append("post"), shift(*args))[1]
+    Kernel.forward = lambda self, *args, **kw: (events.append("compute"), forward(self, *args, **kw))[1]
+    Pending.wait = lambda self: (events.append("wait"), wait(self))[1]
+    try:
+        plan = lw.make_plan(lw.Mask.causal([0, 48]), lw.Layout.zigzag([0, 48], dist.get_world_size()), "ring")
+        x = torch.randn(plan.layout.counts[dist.get_rank()], 2, 4)
+        with lw.unchecked():
+            lw.attention(x, x, x, plan)
+    finally:
+        ring.shift, Kernel.forward, Pending.wait = shift, forward, wait
+    return events
+
+
+def test_ring_computes_while_the_next_block_is_on_its_way(ranks: Ranks) -> None:
+    for events in ranks.run(order_of_ring_events, size=3):
+        assert events == ["post", "compute", "wait", "post", "compute", "wait", "compute"]
+
+
+def replicated_heads() -> float:
+    """One K/V head for four query heads on four ranks: its bf16 gradient is a sum over ranks, made in float32."""
+    cu = [0, 8]
+    plan = lw.make_plan(lw.Mask.full(cu), lw.Layout.contiguous(8, dist.get_world_size()), "ulysses")
+    q = torch.zeros(2, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.zeros(2, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    out = lw.attention(q, k, v, plan)
+    upstream = torch.tensor([1.0, 2.0**-9, 2.0**-9, 2.0**-9]).bfloat16()[None, :, None].expand_as(out)
+    (dv,) = torch.autograd.grad(out, v, upstream)
+    return float(dv[0, 0, 0])
+
+
+def test_ulysses_sums_replicated_heads_in_float32(ranks: Ranks) -> None:
+    expected = float(torch.tensor(1 + 3 * 2.0**-9).bfloat16())
+    assert expected != 1.0
+    assert ranks.run(replicated_heads, size=4) == [expected] * 4
+
+
 def test_autocast(ranks: Ranks) -> None:
     ranks.run(under_autocast, size=2)
 
@@ -196,7 +261,7 @@ def test_gradients_numerically(ranks: Ranks, strategy: str) -> None:
     assert ranks.run(check_gradients, *STRATEGIES[strategy], size=2) == [True, True]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "allgather", "ulysses"])
+@pytest.mark.parametrize("strategy", ["groupcast", "ring", "allgather", "ulysses"])
 def test_gradcheck_in_one_process(strategy: str) -> None:
     plan = lw.make_plan(lw.Mask.causal([0, 4, 5]), lw.Layout.contiguous(5, 1), strategy)
     p = Problem.random(5, heads=4, kv_heads=2, dim=3, v_dim=2, sinks=True)
