@@ -46,9 +46,9 @@ FAMILIES = (
     "qwen3_next",
 )
 
-# The first ending that fits decides. The adapters live in a module that is loaded when one is needed.
+# The first pattern that fits decides. The adapters live in a module that is loaded when one is needed.
 _BY_NAME: tuple[tuple[str, str], ...] = (
-    (r"Vision\w*", "refused"),
+    (r"\w*Vision\w*", "refused"),
     (r"KimiLinearDeltaAttention", "longweave.models.recurrent:kimi_linear"),
     (r"Qwen3NextGatedDeltaNet", "longweave.models.recurrent:qwen3_next"),
     (r"Qwen3_5(Moe)?GatedDeltaNet", "longweave.models.recurrent:qwen3_5"),
@@ -59,11 +59,11 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
     (r"\w+(ForCausalLM|Model)", "model"),
 )
 
-_TORCH_TOKENWISE = (
-    nn.Linear,
-    nn.Embedding,
-    nn.LayerNorm,
-    nn.RMSNorm,
+# Whatever a subclass does (quantised weights, fused kernels), it stays what it is.
+_TORCH_TOKENWISE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+
+# Only with torch's own forward: a subclass may do anything.
+_TORCH_PLAIN = (
     nn.Identity,
     nn.Dropout,
     nn.ModuleList,
@@ -135,6 +135,8 @@ def _role(module: nn.Module) -> Role | None:
     if isinstance(module, _TORCH_TOKENWISE):
         return "tokenwise"
     where, name = base.__module__, base.__qualname__
+    if isinstance(module, _TORCH_PLAIN) and where.startswith("torch.nn.modules."):
+        return "tokenwise"
     if where == "torch.nn.modules.activation" and name != "MultiheadAttention":
         return "tokenwise"
     if where == "transformers.activations" or where.startswith("peft.tuners.lora."):
@@ -144,20 +146,18 @@ def _role(module: nn.Module) -> Role | None:
     family = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_\w+", where)
     if family and family[1] in FAMILIES:
         for pattern, role in _BY_NAME:
-            if re.fullmatch(r"(?:\w*?)" + pattern if pattern.startswith("Vision") else pattern, name):
+            if re.fullmatch(pattern, name):
                 return role
     return None
 
 
 def _uses_longweave(cls: type[nn.Module]) -> bool:
     """Whether the file that defines the class has imported longweave: then it divides its own work."""
-    home = sys.modules.get(cls.__module__)
-    names = vars(home).values() if home else ()
-    return any(
-        (getattr(x, "__name__", "") if isinstance(x, ModuleType) else getattr(x, "__module__", "") or "").split(".")[0]
-        == "longweave"
-        for x in names
-    )
+    for value in list(vars(sys.modules.get(cls.__module__, sys)).values()):
+        home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(home, str) and home.split(".")[0] == "longweave":
+            return True
+    return False
 
 
 def _load(path: str) -> Adapter:

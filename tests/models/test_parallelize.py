@@ -106,6 +106,13 @@ class Stranger(nn.Module):
         return self.inner(hidden_states.cumsum(1)), None
 
 
+class Backwards(nn.Sequential):
+    """A container with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flip(1))
+
+
 def gathered(module: nn.Module, step: Step, hidden_states: Tensor, **kwargs: object) -> tuple[Tensor, None]:
     """The stranger on the gathered sequence, one document at a time."""
 
@@ -132,6 +139,9 @@ def test_unknown_modules_are_named_and_refused() -> None:
     model = build("llama")
     model.model.layers[0].mlp = nn.Sequential(nn.Linear(32, 32), nn.Conv1d(32, 32, 3))
     with pytest.raises(lw.InputError, match=r"layers\.0\.mlp\.1 is a .*Conv1d"):
+        lw.parallelize(model)
+    model.model.layers[0].mlp = Backwards(nn.Linear(32, 32))
+    with pytest.raises(lw.InputError, match=r"layers\.0\.mlp is a .*Backwards"):
         lw.parallelize(model)
     with pytest.raises(lw.InputError, match="MultiheadAttention"):
         lw.parallelize(nn.MultiheadAttention(8, 2))
