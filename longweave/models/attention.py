@@ -54,7 +54,13 @@ def attention_forward(
     q, k, v = (step.enter(x.transpose(1, 2)) for x in (query, key, value))
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
     plan = step.plan(
-        window, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], v_dim=v.shape[2], itemsize=q.element_size()
+        window,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        v_dim=v.shape[2],
+        itemsize=q.element_size(),
+        on_cpu=int(q.device.type == "cpu"),
     )
     out = attention(q, k, v, plan, step.group, scale=scaling, softcap=softcap, sinks=s_aux, **step.options)
     return step.leave(out), None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longweave.comm.groups import Group, resolve
 from longweave.errors import InputError
+from longweave.plan.estimate import CPU
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints
@@ -58,7 +59,7 @@ class Step:
     def plan(self, window: int | None = None, **shape: int) -> Plan:
         """The plan for causal attention, or for a sliding window. All plans of a batch share its layout.
 
-        `shape` (heads, kv_heads, head_dim, v_dim, itemsize) is for the cost model that chooses the strategy.
+        `shape` (heads, kv_heads, head_dim, v_dim, itemsize, on_cpu) is for the cost model that chooses the strategy.
         """
         if window is not None and window >= self._longest:
             window = None  # nobody can look back further than a document
@@ -90,7 +91,9 @@ def _plan(step: Step, window: int | None, shape: dict[str, int]) -> Plan:
     if key not in step.plans:
         cu = step.cu_seqlens
         mask = Mask.causal(cu) if window is None else Mask.sliding_window(cu, window)
-        step.plans[key] = make_plan(mask, step.layout, step.strategy, **shape)  # type: ignore[arg-type]
+        sizes = {name: value for name, value in shape.items() if name != "on_cpu"}
+        machine = CPU if shape.get("on_cpu") else None
+        step.plans[key] = make_plan(mask, step.layout, step.strategy, machine=machine, **sizes)  # type: ignore[arg-type]
     return step.plans[key]
 
 

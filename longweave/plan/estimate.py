@@ -52,6 +52,10 @@ class Machine:
     latency: float = 20e-6  # of one message
 
 
+#: Ranks that are processes on one CPU host, a core each: slow arithmetic, so one stage of traffic hides easily.
+CPU = Machine(flops=60e9, bytes_per_second=2e9, latency=100e-6)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """The modelled forward time of one strategy. `compute` and `traffic` overlap; `alone` does not."""

@@ -144,6 +144,8 @@ def run(tokens: int) -> list[Row]:
         with Ranks(1, threads=2, timeout=600) as single:
             one = single.run(kernel_pass, tokens)[0]
         rows.append(Row(tokens, 2, "ring, zigzag", ours, one / ours, "(b) one process, two threads"))
+        uneven = ranks.run(our_pass, tokens, "contiguous", "ring", {}, size=2)[0]
+        rows.append(Row(tokens, 2, "ring, zigzag", ours, uneven / ours, "(c) ring, contiguous"))
         zigzag = ranks.run(our_pass, tokens, "zigzag", "ring", {}, size=4)[0]
         contiguous = ranks.run(our_pass, tokens, "contiguous", "ring", {}, size=4)[0]
         rows.append(Row(tokens, 4, "ring, zigzag", zigzag, contiguous / zigzag, "(c) ring, contiguous"))

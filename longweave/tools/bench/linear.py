@@ -113,7 +113,7 @@ def against_hugging_face() -> list[Row]:
 def growth() -> Row:
     with Ranks(1, threads=1, timeout=1200) as single:
         short = single.run(local_pass, "ours", 4096, True)[0]
-        long = single.run(local_pass, "ours", 65536, True, 1)[0]
+        long = single.run(local_pass, "ours", 65536, True)[0]
     return Row("forward + backward, 65536 tokens", "4096 tokens (times as long)", long, long / short, "≤ 18")
 
 

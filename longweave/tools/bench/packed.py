@@ -17,8 +17,9 @@ import longweave as lw
 from longweave.kernels.attention import attend, attend_backward
 from longweave.kernels.tasks import Tasks
 from longweave.plan.cost import cost
+from longweave.plan.estimate import CPU
 from longweave.testing import Ranks
-from longweave.tools.bench.attention import DIM, KV_HEADS, inputs
+from longweave.tools.bench.attention import DIM, HEADS, KV_HEADS, inputs
 from longweave.tools.bench.timing import seconds
 
 
@@ -36,7 +37,7 @@ def our_pass(cu: list[int], strategy: str) -> float:
     """On one of the ranks: forward and backward."""
     mask = lw.Mask.causal(cu)
     layout = lw.Layout.balanced(mask, dist.get_world_size())
-    plan = lw.make_plan(mask, layout, strategy)
+    plan = lw.make_plan(mask, layout, strategy, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, itemsize=4, machine=CPU)
     q, k, v, grad = inputs(layout.counts[dist.get_rank()])
 
     def call() -> None:
