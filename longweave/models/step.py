@@ -93,7 +93,7 @@ def _plan(step: Step, window: int | None, shape: dict[str, int]) -> Plan:
         mask = Mask.causal(cu) if window is None else Mask.sliding_window(cu, window)
         sizes = {name: value for name, value in shape.items() if name != "on_cpu"}
         machine = CPU if shape.get("on_cpu") else None
-        step.plans[key] = make_plan(mask, step.layout, step.strategy, machine=machine, **sizes)  # type: ignore[arg-type]
+        step.plans[key] = make_plan(mask, step.layout, step.strategy, machine=machine, **sizes)
     return step.plans[key]
 
 
