@@ -126,9 +126,7 @@ def _receive(mine: _Needed, table: SpanTable) -> tuple[tuple[int, ...], Ints]:
 
 
 def _send(others: _Needed, table: SpanTable, rank: int) -> tuple[tuple[int, ...], Ints]:
-    own = np.flatnonzero(table.sorted[2] == rank)
-    starts, stops = table.sorted[0][own], table.sorted[1][own]
-    to_local = table.local_starts[table.token_order[own]] - starts
+    starts, stops, to_local = table.local_spans(rank)
     run, span = overlaps(others.starts, others.stops, starts, stops)
     begin, end = np.maximum(others.starts[run], starts[span]), np.minimum(others.stops[run], stops[span])
     receiver = others.receivers[run]
@@ -137,8 +135,6 @@ def _send(others: _Needed, table: SpanTable, rank: int) -> tuple[tuple[int, ...]
 
 
 def _work_on_own(rows: tuple[Ints, Ints], table: SpanTable, rank: int) -> Ints:
-    own = np.flatnonzero(table.sorted[2] == rank)
-    starts, stops = table.sorted[0][own], table.sorted[1][own]
-    to_local = table.local_starts[table.token_order[own]] - starts
+    starts, stops, to_local = table.local_spans(rank)
     cut, span, origin = sl.cut_k(rows[0], starts, stops)
     return frozen(fuse(sl.move(cut, rows[1][origin], to_local[span])))

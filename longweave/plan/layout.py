@@ -104,6 +104,12 @@ class SpanTable:
             digest.update(part.tobytes())
         return digest.hexdigest()
 
+    def local_spans(self, rank: int) -> tuple[Ints, Ints, Ints]:
+        """The starts and stops of a rank's spans in token order, and what takes each span's tokens to local ones."""
+        own = np.flatnonzero(self.sorted[2] == rank)
+        starts = self.sorted[0][own]
+        return starts, self.sorted[1][own], self.local_starts[self.token_order[own]] - starts
+
     def rows_of(self, rank: int) -> slice:
         return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
 

@@ -41,10 +41,9 @@ def work_on_all(mask: Mask, table: SpanTable, rank: int) -> Ints:
 
 def own_rows(mask: Mask, table: SpanTable, rank: int) -> tuple[Ints, Ints]:
     """The rows of `rank`'s queries in global coordinates, and for each what takes its queries to local ones."""
-    own = np.flatnonzero(table.sorted[2] == rank)
-    starts, stops = table.sorted[0][own], table.sorted[1][own]
+    starts, stops, to_local = table.local_spans(rank)
     rows, span = sl.cut_q(mask.rows, starts, stops)
-    return rows, (table.local_starts[table.token_order[own]] - starts)[span]
+    return rows, to_local[span]
 
 
 def fuse(rows: Ints) -> Ints:

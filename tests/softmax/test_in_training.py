@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference import Problem, dense_attention, worst
+from test_attention import STRATEGIES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,13 +16,6 @@ import longweave as lw
 from longweave.testing import Ranks
 
 CU = [0, 30, 31, 50]
-STRATEGIES = {
-    "ring": ("ring", {}),
-    "allgather": ("allgather", {}),
-    "ulysses": ("ulysses", {}),
-    "ring x ulysses": ("ring", {"ulysses_size": 2}),
-    "groupcast": ("groupcast", {}),
-}
 
 
 class Block(nn.Module):
