@@ -3,25 +3,28 @@
              full ── shard ──▶ local ── reshard ──▶ local' ── unshard ──▶ full
 bytes              nothing           only what moves         each shard to every rank
 gradient           scatter           the reverse route       SUM over ranks, home to the owner
+
+These three take a layout and a group, and compare the ranks in every call. A pack was compared when it was made, so
+`pack.shard` and `pack.unshard` use `Shards` directly; what they look up is made once and lives in the pack.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.comm.agree import agree
+from longweave.comm.agreement import Fact, compare, same_calls
 from longweave.comm.exchange import all_gather_v, all_to_all_v, reduce_scatter_v
 from longweave.comm.groups import Comm, Group, resolve
 from longweave.errors import GroupError, InputError
-from longweave.kernels.index import Indices
-from longweave.plan.layout import Layout, SpanTable
+from longweave.plan.layout import Layout
 from longweave.plan.ranges import Ints, expand
 from longweave.plan.routing import Route, route, run_index
+from longweave.tensors import Indices
 
 
 def shard(x: Tensor, layout: Layout, group: Group = None, dim: int = 0) -> Tensor:
@@ -31,10 +34,7 @@ def shard(x: Tensor, layout: Layout, group: Group = None, dim: int = 0) -> Tenso
     `layout.counts[rank]` entries there, in the order of the rank's spans. The gradient with respect to `x` is nonzero
     only at this rank's tokens: the part that this rank's loss causes.
     """
-    comm = comm_for(layout, group)
-    dim = _check_tokens(x, layout.total, dim, "the layout's total")
-    (index,) = _indices_of_rank(layout.table, comm.rank).on(x.device)
-    return _restored(_Select.apply(_movable(x), dim, index), x.dtype)  # type: ignore[no-untyped-call]
+    return Shards(layout, comm_for(layout, group)).shard(x, dim)
 
 
 def unshard(x_local: Tensor, layout: Layout, group: Group = None, dim: int = 0) -> Tensor:
@@ -44,10 +44,9 @@ def unshard(x_local: Tensor, layout: Layout, group: Group = None, dim: int = 0) 
     on to compute its own part of the loss. If instead every rank computes the *same* whole loss from the full tensor,
     the gradient comes out `world_size` times too large: divide that loss by the world size, or let one rank compute it.
     """
-    comm = comm_for(layout, group)
-    dim = _checked(x_local, [layout], layout.counts[comm.rank], dim, comm, "unshard")
-    full = _Unshard.apply(_movable(x_local), layout, dim, comm)  # type: ignore[no-untyped-call]
-    return _restored(full, x_local.dtype)
+    comm = resolve(group)
+    _compare(comm, [layout], x_local, dim, "unshard")
+    return Shards(layout, comm).unshard(x_local, dim)
 
 
 def reshard(x_local: Tensor, src: Layout, dst: Layout, group: Group = None, dim: int = 0) -> Tensor:
@@ -58,13 +57,108 @@ def reshard(x_local: Tensor, src: Layout, dst: Layout, group: Group = None, dim:
 
         y_local = lw.reshard(x_local, lw.Layout.zigzag(cu, 8), lw.Layout.contiguous(total, 8), group)
     """
-    comm = comm_for(src, group)
-    path = route(src, dst, comm.rank)
-    dim = _checked(x_local, [src, dst], path.tokens_in, dim, comm, "reshard")
-    if path.is_identity:
-        return x_local
-    moved = _Reshard.apply(_movable(x_local), path, dim, comm)  # type: ignore[no-untyped-call]
-    return _restored(moved, x_local.dtype)
+    comm = resolve(group)
+    _compare(comm, [src, dst], x_local, dim, "reshard")
+    return TokenRoute(route(src, dst, comm.rank), comm).walk(x_local, dim)
+
+
+class Shards:
+    """A layout seen from one of its ranks, with the index tensors that take tokens in and out of it."""
+
+    def __init__(self, layout: Layout, comm: Comm) -> None:
+        self.layout, self.comm = layout, comm
+
+    @property
+    def tokens(self) -> int:
+        """Of this rank."""
+        return self.layout.counts[self.comm.rank]
+
+    @cached_property
+    def _own(self) -> Indices:
+        return Indices(self.layout.indices(self.comm.rank))
+
+    @cached_property
+    def _orders(self) -> Indices:
+        by_rank = expand(self.layout.starts, self.layout.stops)
+        return Indices(by_rank, np.argsort(by_rank))
+
+    def own(self, device: torch.device) -> Tensor:
+        """The global index of each local token."""
+        return self._own.on(device)[0]
+
+    def rank_order(self, device: torch.device) -> Tensor:
+        """The global index of every token, rank after rank: turns token order into rank order."""
+        return self._orders.on(device)[0]
+
+    def token_order(self, device: torch.device) -> Tensor:
+        """Where each token stands when the shards lie rank after rank: turns rank order into token order."""
+        return self._orders.on(device)[1]
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        dim = check_tokens(x, self.layout.total, dim, "the layout's total")
+        return _restored(_Select.apply(_movable(x), dim, self.own(x.device)), x.dtype)  # type: ignore[no-untyped-call]
+
+    def unshard(self, x_local: Tensor, dim: int = 0) -> Tensor:
+        dim = check_tokens(x_local, self.tokens, dim, f"the count of rank {self.comm.rank}")
+        return _restored(_Unshard.apply(_movable(x_local), self, dim), x_local.dtype)  # type: ignore[no-untyped-call]
+
+    def gather(self, x_local: Tensor) -> Tensor:
+        """Tokens first, without autograd: all tokens in token order, from the shards of all ranks."""
+        by_rank = all_gather_v(x_local, self.layout.counts, self.comm).wait()
+        return by_rank.index_select(0, self.token_order(x_local.device))
+
+    def sum_home(self, x_full: Tensor) -> Tensor:
+        """The transpose of `gather`: the SUM over ranks of what each has for all tokens, at this rank's tokens."""
+        by_rank = x_full.index_select(0, self.rank_order(x_full.device))
+        return reduce_scatter_v(by_rank, self.layout.counts, self.comm).wait()
+
+    def mine(self, x_full: Tensor) -> Tensor:
+        """This rank's tokens, tokens first, without autograd."""
+        return x_full.index_select(0, self.own(x_full.device))
+
+    def spread(self, x_local: Tensor) -> Tensor:
+        """The transpose of `mine`: local tokens at their places among all tokens, zeros elsewhere."""
+        full = x_local.new_zeros((self.layout.total, *x_local.shape[1:]))
+        return full.index_copy_(0, self.own(x_local.device), x_local)
+
+
+class TokenRoute:
+    """A route of one rank, with the index tensors that it needs."""
+
+    def __init__(self, path: Route, comm: Comm) -> None:
+        self.path, self.comm = path, comm
+
+    @cached_property
+    def back(self) -> TokenRoute:
+        return TokenRoute(self.path.reversed(), self.comm)
+
+    @cached_property
+    def _indices(self) -> Indices:
+        path = self.path
+        runs = (path.send_runs, path.recv_runs, path.keep_src_runs, path.keep_dst_runs)
+        return Indices(*(run_index(one) for one in runs))
+
+    def walk(self, x_local: Tensor, dim: int = 0, fill: float = 0) -> Tensor:
+        """Every token to its new place; `fill` where the route brings nothing. Differentiable."""
+        dim = check_tokens(x_local, self.path.tokens_in, dim, f"the count of rank {self.comm.rank}")
+        if self.path.is_identity:
+            return x_local
+        moved = _Walk.apply(_movable(x_local), self, dim, fill)  # type: ignore[no-untyped-call]
+        return _restored(moved, x_local.dtype)
+
+    def move(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Send what leaves, copy what stays while that is on its way, put what arrives in place."""
+        path, pending = self.path, None
+        send, recv, keep_src, keep_dst = self._indices.on(x.device)
+        if path.communicates:
+            outgoing = _take(x, path.send_runs, send)
+            pending = all_to_all_v(outgoing, path.send_splits, path.recv_splits, self.comm)
+        shape = (path.tokens_out, *x.shape[1:])
+        out = x.new_empty(shape) if path.is_complete else x.new_full(shape, fill)
+        _put(out, path.keep_dst_runs, keep_dst, _take(x, path.keep_src_runs, keep_src))
+        if pending:
+            _put(out, path.recv_runs, recv, pending.wait())
+        return out
 
 
 class _Select(torch.autograd.Function):
@@ -83,113 +177,48 @@ class _Select(torch.autograd.Function):
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_local: Tensor, layout: Layout, dim: int, comm: Comm) -> Tensor:
-        ctx.args = layout, dim, comm
-        by_rank = all_gather_v(x_local.movedim(dim, 0), layout.counts, comm).wait()
-        return by_rank.index_select(0, token_order(layout.table, x_local.device)).movedim(0, dim)
+    def forward(ctx: Any, x_local: Tensor, shards: Shards, dim: int) -> Tensor:
+        ctx.args = shards, dim
+        return shards.gather(x_local.movedim(dim, 0)).movedim(0, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _SumHome.apply(grads[0], *ctx.args), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _SumHome.apply(grads[0], *ctx.args), None, None  # type: ignore[no-untyped-call]
 
 
 class _SumHome(torch.autograd.Function):
     """The transpose of `_Unshard`, and the other way round: gradients of gradients are right, too."""
 
     @staticmethod
-    def forward(ctx: Any, x_full: Tensor, layout: Layout, dim: int, comm: Comm) -> Tensor:
-        ctx.args = layout, dim, comm
-        by_rank = x_full.movedim(dim, 0).index_select(0, rank_order(layout.table, x_full.device))
-        return reduce_scatter_v(by_rank, layout.counts, comm).wait().movedim(0, dim)
+    def forward(ctx: Any, x_full: Tensor, shards: Shards, dim: int) -> Tensor:
+        ctx.args = shards, dim
+        return shards.sum_home(x_full.movedim(dim, 0)).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Unshard.apply(grads[0], *ctx.args), None, None  # type: ignore[no-untyped-call]
+
+
+class _Walk(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_local: Tensor, way: TokenRoute, dim: int, fill: float) -> Tensor:
+        ctx.way, ctx.dim = way, dim
+        return way.move(x_local.movedim(dim, 0), fill).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Unshard.apply(grads[0], *ctx.args), None, None, None  # type: ignore[no-untyped-call]
+        return _Walk.apply(grads[0], ctx.way.back, ctx.dim, 0), None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Reshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_local: Tensor, path: Route, dim: int, comm: Comm) -> Tensor:
-        ctx.path, ctx.dim, ctx.comm = path, dim, comm
-        return _walk(x_local.movedim(dim, 0), path, comm).movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = _Reshard.apply(grads[0], ctx.path.reversed(), ctx.dim, ctx.comm)  # type: ignore[no-untyped-call]
-        return back, None, None, None
+def _take(x: Tensor, runs: Ints, index: Tensor) -> Tensor:
+    return x[runs[0, 0] : runs[0, 1]] if len(runs) == 1 else x.index_select(0, index)
 
 
-def _walk(x: Tensor, path: Route, comm: Comm) -> Tensor:
-    """Send what leaves, copy what stays while that is on its way, put what arrives in place."""
-    pending = None
-    if path.communicates:
-        pending = all_to_all_v(_take(x, path.send_runs), path.send_splits, path.recv_splits, comm)
-    out = x.new_empty((path.tokens_out, *x.shape[1:]))
-    _put(out, path.keep_dst_runs, _take(x, path.keep_src_runs))
-    if pending:
-        _put(out, path.recv_runs, pending.wait())
-    return out
-
-
-def _take(x: Tensor, runs: Ints) -> Tensor:
-    if len(runs) == 1:
-        return x[runs[0, 0] : runs[0, 1]]
-    return x.index_select(0, _run_index(runs, x.device))
-
-
-def _put(out: Tensor, runs: Ints, values: Tensor) -> None:
+def _put(out: Tensor, runs: Ints, index: Tensor, values: Tensor) -> None:
     if len(runs) == 1:
         out[runs[0, 0] : runs[0, 1]] = values
     else:
-        out.index_copy_(0, _run_index(runs, out.device), values)
-
-
-# -- indices, made once ---------------------------------------------------------------------------------
-
-
-class _ByIdentity:
-    """An array as a cache key: the arrays of cached routes live as long as their routes."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: Ints) -> None:
-        self.array = array
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.array is self.array
-
-    def __hash__(self) -> int:
-        return id(self.array)
-
-
-def _run_index(runs: Ints, device: torch.device) -> Tensor:
-    return _indices_of_runs(_ByIdentity(runs)).on(device)[0]
-
-
-@lru_cache(maxsize=32)
-def _indices_of_runs(runs: _ByIdentity) -> Indices:
-    return Indices(run_index(runs.array))
-
-
-@lru_cache(maxsize=8)
-def _indices_of_rank(table: SpanTable, rank: int) -> Indices:
-    return Indices(Layout(table).indices(rank))
-
-
-@lru_cache(maxsize=8)
-def _orders(table: SpanTable) -> Indices:
-    by_rank = expand(table.starts, table.stops)
-    return Indices(by_rank, np.argsort(by_rank))
-
-
-def rank_order(table: SpanTable, device: torch.device) -> Tensor:
-    """The global index of every token, rank after rank: turns token order into rank order."""
-    return _orders(table).on(device)[0]
-
-
-def token_order(table: SpanTable, device: torch.device) -> Tensor:
-    """Where each token stands when the shards lie rank after rank: turns rank order into token order."""
-    return _orders(table).on(device)[1]
+        out.index_copy_(0, index, values)
 
 
 # -- dtypes --------------------------------------------------------------------------------------------
@@ -210,20 +239,27 @@ def _restored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.view(dtype)
 
 
-# -- the door ----------------------------------------------------------------------------------------
+# -- checks --------------------------------------------------------------------------------------------
 
 
 def comm_for(layout: Layout, group: Group) -> Comm:
     comm = resolve(group)
+    check_size(layout, comm)
+    return comm
+
+
+def check_size(layout: Layout, comm: Comm) -> None:
+    if not isinstance(layout, Layout):
+        raise InputError(f"layout is a {type(layout).__name__}; make one, such as lw.Layout.zigzag(cu_seqlens, world)")
     if comm.size != layout.world_size:
         raise GroupError(
             f"the group has {comm.size} ranks but the layout is for {layout.world_size}; "
             "make the layout with world_size = the size of the group"
         )
-    return comm
 
 
-def _check_tokens(x: Tensor, expected: int, dim: int, what: str) -> int:
+def check_tokens(x: Tensor, expected: int, dim: int, what: str) -> int:
+    """The dimension, counted from the front, if the tensor has the expected number of tokens there."""
     if not isinstance(x, Tensor):
         raise InputError(f"expected a tensor, got a {type(x).__name__}")
     if not -x.ndim <= dim < x.ndim:
@@ -236,14 +272,25 @@ def _check_tokens(x: Tensor, expected: int, dim: int, what: str) -> int:
     return dim % x.ndim
 
 
-def _checked(x: Tensor, layouts: list[Layout], expected: int, dim: int, comm: Comm, call: str) -> int:
-    """Validate this rank's tensor; on the first use of a layout, with all ranks at once."""
-    problem = None
+def describe(name: str, x: Tensor, dim: int) -> str:
+    """A call on one tensor as the other ranks must make it too: everything but its number of tokens."""
+    if not isinstance(x, Tensor):
+        return f"{name} of a {type(x).__name__}"
+    trailing = [size for place, size in enumerate(x.shape) if place != dim % max(x.ndim, 1)]
+    return f"{name} of {x.dtype} {trailing} along dim {dim}"
+
+
+def _compare(comm: Comm, layouts: list[Layout], x: Tensor, dim: int, name: str) -> None:
+    """Check this rank's tensor, which lies in the first layout; compare layouts and call with the other ranks."""
+    problem, fingerprints = None, ""
     try:
-        dim = _check_tokens(x, expected, dim, f"the count of rank {comm.rank}")
-        trailing = [*x.shape[:dim], *x.shape[dim + 1 :]]
-        call = f"{call} of {x.dtype} {trailing} along dim {dim}"
-    except InputError as error:
+        for layout in layouts:
+            check_size(layout, comm)
+        fingerprints = " ".join(layout.fingerprint for layout in layouts)
+        check_tokens(x, layouts[0].counts[comm.rank], dim, f"the count of rank {comm.rank}")
+    except Exception as error:
         problem = error
-    agree(comm, layouts, call, problem)
-    return dim
+    same_layout = Fact(
+        fingerprints, "holds", "another layout than the rest", "give every rank of the group the same layout"
+    )
+    compare(comm, [same_layout, same_calls(describe(name, x, dim))], problem)

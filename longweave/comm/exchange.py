@@ -1,22 +1,26 @@
-"""Collectives on tensors whose first dimension is tokens: every message has exactly the tokens that are needed.
+"""Collectives: on tensors whose first dimension is tokens, with exactly the tokens that are needed, and sums.
 
-Each call starts at once and returns a `Pending`; its buffers stay alive and untouched until `wait()`. Tensors travel as
-bytes, so every dtype does.
+Each call on tokens starts at once and returns a `Pending`; its buffers stay alive and untouched until `wait()`. They
+travel as bytes, so every dtype does. Sums over ranks are float32 for smaller dtypes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from longweave.comm.groups import Comm
+from longweave.tensors import accumulation_dtype
 
 T = TypeVar("T")
+
+BUCKET_BYTES = 64 << 20  # of one all-reduce
 
 # One collective under two names: torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,13 +49,15 @@ def done(result: T) -> Pending[T]:
     return Pending((), lambda: result)
 
 
-def all_to_all_v(x: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], comm: Comm) -> Pending[Tensor]:
+def all_to_all_v(
+    x: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], comm: Comm, into: Tensor | None = None
+) -> Pending[Tensor]:
     """Send the first send_splits[0] tokens to rank 0, the next to rank 1, …; receive likewise, in rank order.
 
-    Every rank of the group must call it, also with nothing to send.
+    Every rank of the group must call it, also with nothing to send. `into` is a contiguous place for what arrives.
     """
     x = x.contiguous()
-    received = x.new_empty((sum(recv_splits), *x.shape[1:]))
+    received = x.new_empty((sum(recv_splits), *x.shape[1:])) if into is None else into
     if comm.group is None:
         received.copy_(x)
         return done(received)
@@ -126,10 +132,43 @@ def send_receive(
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are summed across ranks."""
-    if dtype.is_floating_point and dtype.itemsize < 4:
-        return torch.float32
-    return dtype
+    """The dtype in which values of `dtype` are summed across ranks: integers and wide floats in their own."""
+    return accumulation_dtype(dtype) if dtype.is_floating_point else dtype
+
+
+def all_reduce_sum(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
+    """The sums over ranks, as new tensors of the same dtypes, in few messages. Carries no gradient.
+
+    Every rank must give tensors of the same shapes in the same order.
+    """
+    results: list[Tensor] = []
+    for bucket in _buckets(tensors):
+        flat = torch.cat([x.detach().reshape(-1).to(sum_dtype(x.dtype)) for x in bucket])
+        if comm.group is not None and comm.size > 1 and flat.numel():
+            dist.all_reduce(flat, group=comm.group)
+        sizes = [x.numel() for x in bucket]
+        results += [part.view(x.shape).to(x.dtype) for part, x in zip(torch.split(flat, sizes), bucket, strict=True)]
+    return results
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether others hold parts of this tensor."""
+    return isinstance(x, DTensor)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of neighbours with one dtype and device, about BUCKET_BYTES each."""
+    bucket: list[Tensor] = []
+    filled = 0
+    for x in tensors:
+        alike = bucket and (x.dtype, x.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and not (alike and filled < BUCKET_BYTES):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(x)
+        filled += x.numel() * max(x.element_size(), 4)
+    if bucket:
+        yield bucket
 
 
 def _others(comm: Comm) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 from longweave.errors import GroupError, InputError
@@ -22,15 +22,24 @@ class Comm:
     rank: int
     size: int
 
-    @property
+    @cached_property
     def control_device(self) -> torch.device:
         """Where small control tensors must live to be sent over this group."""
-        if self.group is None:
-            return torch.device("cpu")
-        kinds = {device.type for device in self.group._device_types}
+        kinds = self._device_types
         if "cpu" in kinds:
             return torch.device("cpu")
-        return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+        return torch.device(min(kinds), torch.accelerator.current_device_index())
+
+    @property
+    def is_cpu_only(self) -> bool:
+        """Can this group carry nothing but CPU tensors?"""
+        return self._device_types == {"cpu"}
+
+    @cached_property
+    def _device_types(self) -> set[str]:
+        if self.group is None:
+            return {"cpu"}
+        return {device.type for device in self.group._device_types}
 
 
 def resolve(group: Group) -> Comm:
@@ -62,14 +71,6 @@ def ranks_of(group: Group) -> int:
 
 
 def name_of(group: Group) -> str:
-    """A string that stands for the group in operators that can be handed strings only; "" is a single process."""
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    return group.group_name if isinstance(group, dist.ProcessGroup) else str(resolve(group).group or "")
-
-
-def named(name: str) -> Comm:
-    """The group that `name_of` named."""
-    return resolve(_resolve_process_group(name) if name else None)  # type: ignore[arg-type]
+    """A string that tells groups apart; "" is a single process."""
+    comm = resolve(group)
+    return "" if comm.group is None else comm.group.group_name

@@ -25,10 +25,45 @@ from torch import Tensor
 from longweave.comm.exchange import Pending, all_gather_v, reduce_scatter_v
 from longweave.comm.groups import Comm
 from longweave.kernels.attention import Kernel, zeros_like_sum
-from longweave.kernels.merge import Partial
-from longweave.kernels.tasks import Tasks
+from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
+from longweave.plan.schedule import Plan
+from longweave.plan.tasks import tasks_on_all
+from longweave.softmax.strategy import Grads, Result
+from longweave.tokens import Shards
 
 HeadRange = tuple[int, int]
+
+
+class AllGatherStrategy:
+    """All keys on every rank, a few K/V heads at a time."""
+
+    needs_inputs = True
+
+    def __init__(self, plan: Plan, shards: Shards) -> None:
+        self.plan, self.shards = plan, shards
+        self.tasks = Tasks(tasks_on_all(plan.mask, plan.layout, shards.comm.rank))
+
+    def forward(
+        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool
+    ) -> Result:
+        groups = self.plan.head_groups(backward=False)
+        result = allgather_forward(kernel, q, k, v, self.tasks, self._gather(q.device), groups)
+        result.add_sinks(sinks)
+        return Result(result.out, result.lse, result.lse)
+
+    def backward(
+        self, kernel: Kernel, grad_out: Tensor, inputs: Sequence[Tensor], kept: Tensor, lse: Tensor,
+        sinks: Tensor | None,
+    ) -> Grads:  # fmt: skip
+        q, k, v, out = inputs
+        queries = QuerySide(grad_out, q, out, lse.view(q.shape[:2]))
+        dsinks = None if sinks is None else sinks_gradient(sinks, queries)
+        groups = self.plan.head_groups(backward=True)
+        return *allgather_backward(kernel, queries, k, v, self.tasks, self._gather(q.device), groups), dsinks
+
+    def _gather(self, device: torch.device) -> Gather:
+        shards = self.shards
+        return Gather(shards.comm, shards.layout.counts, shards.token_order(device), shards.rank_order(device))
 
 
 @dataclass(frozen=True)
@@ -77,28 +112,25 @@ def allgather_forward(
 
 def allgather_backward(
     kernel: Kernel,
-    grad_out: Tensor,
-    q: Tensor,
+    queries: QuerySide,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     tasks: Tasks,
     gather: Gather,
     groups: Sequence[HeadRange],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in float32 from the merged out and lse."""
-    dq, dk, dv = (zeros_like_sum(x) for x in (q, k, v))
-    per_kv = q.shape[0] // k.shape[0]
+    dq, dk, dv = (zeros_like_sum(x) for x in (queries.q, k, v))
+    per_kv = queries.q.shape[0] // k.shape[0]
     arriving = gather.start(*_heads(groups[0], k, v))
     leaving: list[tuple[HeadRange, Pending[Tensor]]] = []
     for step, group in enumerate(groups):
         k_full, v_full = gather.finish(arriving.wait(), k.shape[-1])
         if step + 1 < len(groups):
             arriving = gather.start(*_heads(groups[step + 1], k, v))
-        mine = slice(group[0] * per_kv, group[1] * per_kv)
+        first, last = group[0] * per_kv, group[1] * per_kv
         grads = zeros_like_sum(k_full), zeros_like_sum(v_full)
-        kernel.backward((dq[mine], *grads), grad_out[mine], q[mine], k_full, v_full, out[mine], lse[mine], tasks)
+        kernel.backward((dq[first:last], *grads), queries.heads(first, last), k_full, v_full, tasks)
         if leaving:  # at most one scatter is under way while the next group computes
             _store(*leaving.pop(), dk, dv)
         leaving.append((group, gather.send_home(*grads)))

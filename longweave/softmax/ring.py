@@ -1,6 +1,6 @@
-"""Ring: K/V go round, queries stay.
+"""Ring, Ulysses, and their product: K/V go round, or heads change hands, or both.
 
-    forward    step 0         step 1         step 2                 K/V move to the next rank while this
+    ring       step 0         step 1         step 2                 K/V move to the next rank while this
     rank 0     q0 × kv0       q0 × kv3       q0 × kv2   …           step computes; W − 1 hops
     rank 1     q1 × kv1       q1 × kv0       q1 × kv3   …
 
@@ -8,23 +8,127 @@
     rank 0     q0 × kv0       q0 × kv1 ─┐    q0 × kv2 ─┐            of a block follows it, one step behind: the rank
     rank 3     q3 × kv3       q3 × kv0  └▶   q3 × kv1  └▶ …         that computes it adds its part; W − 1 hops home
 
-Gradients travel and add up in float32. A step without allowed pairs makes no kernel call. The two receive buffers take
-turns; blocks may differ in size and may be empty.
+    Ulysses      before: my tokens, all heads              after: the tokens of all inner ranks, my heads
+                 h0 h1 h2 h3                                h0 h1                h2 h3
+       rank 0    ▒▒ ▒▒ ▓▓ ▓▓                      rank 0    ▒▒ ▒▒     rank 1     ▓▓ ▓▓
+       rank 1    ░░ ░░ ██ ██                                ░░ ░░                ██ ██
+
+With `ulysses_size` ranks to a block, the ranks of a block exchange heads and a ring goes over the blocks: blocks of one
+rank are a plain ring, a single block is plain Ulysses. Gradients travel and add up in float32. A step without allowed
+pairs makes no kernel call. The two receive buffers take turns; blocks may differ in size and may be empty. Head counts
+need not divide: K/V heads that several ranks read are sent to each of them, and their gradients are summed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.comm.exchange import Pending, shift
+from longweave.comm.exchange import Pending, all_to_all_v, shift
 from longweave.comm.groups import Comm
 from longweave.kernels.attention import Kernel, zeros_like_sum
-from longweave.kernels.merge import Partial
-from longweave.kernels.tasks import Tasks
+from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
+from longweave.plan.heads import HeadSplit, split_heads
+from longweave.plan.schedule import Plan
+from longweave.plan.tasks import tasks_by_source
+from longweave.softmax.strategy import Grads, Result
+from longweave.tensors import Indices
+from longweave.tokens import Shards
+
+HeadSpans = Sequence[tuple[int, int]]
+
+
+class RingStrategy:
+    """A ring over blocks of ranks that exchange heads among themselves."""
+
+    def __init__(self, plan: Plan, shards: Shards) -> None:
+        self.plan, self.comm, self.block_size = plan, shards.comm, plan.ulysses_size
+        comm = shards.comm
+        self.needs_inputs = self.block_size == 1
+        self.block, self.inner = divmod(comm.rank, self.block_size)
+        layout = plan.layout if self.block_size == 1 else plan.layout.joined(self.block_size)
+        peers = tuple(range(self.inner, comm.size, self.block_size))
+        self.ring = Ring(comm, peers, self.block, layout.counts)
+        self.tasks = [Tasks(rows) for rows in tasks_by_source(plan.mask, layout, self.block)]
+
+    @cached_property
+    def exchange(self) -> HeadExchange:
+        first = self.block * self.block_size
+        ranks = tuple(range(first, first + self.block_size))
+        split = split_heads(self.plan.shape.heads, self.plan.shape.kv_heads, self.block_size)
+        order = np.argsort(np.concatenate([self.plan.layout.indices(rank) for rank in ranks]))
+        counts = tuple(self.plan.layout.counts[rank] for rank in ranks)
+        return HeadExchange(self.comm, ranks, self.inner, counts, split, Indices(order, np.argsort(order)))
+
+    def forward(
+        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool
+    ) -> Result:
+        if self.block_size == 1:
+            result = ring_forward(kernel, q, k, v, self.tasks, self.ring)
+            result.add_sinks(sinks)
+            return Result(result.out, result.lse, result.lse)
+        exchange, split = self.exchange, self.exchange.split
+        q, k, v = exchange.to_heads([q, k, v], [split.q, split.k, split.k])
+        result = ring_forward(self._kernel(kernel), q, k, v, self.tasks, self.ring)
+        result.add_sinks(None if sinks is None else self._mine(sinks))
+        out = result.out.to(q.dtype)
+        (parts,) = exchange.to_tokens([out], [split.q], q.dtype)
+        lse = None
+        if want_lse:
+            (lses,) = exchange.to_tokens([result.lse[..., None]], [split.q], result.lse.dtype)
+            lse = torch.cat(lses)[..., 0]
+        kept = torch.cat([x.reshape(-1) for x in (q, k, v, out)])
+        return Result(torch.cat(parts), lse, result.lse, kept)
+
+    def backward(
+        self, kernel: Kernel, grad_out: Tensor, inputs: Sequence[Tensor], kept: Tensor, lse: Tensor,
+        sinks: Tensor | None,
+    ) -> Grads:  # fmt: skip
+        if self.block_size == 1:
+            q, k, v, out = inputs
+            queries = QuerySide(grad_out, q, out, lse.view(q.shape[:2]))
+            dsinks = None if sinks is None else sinks_gradient(sinks, queries)
+            return *ring_backward(kernel, queries, k, v, self.tasks, self.ring), dsinks
+        exchange, split = self.exchange, self.exchange.split
+        (grad_out,) = exchange.to_heads([grad_out], [split.q])
+        q, k, v, out = self._unpack(kept)
+        queries = QuerySide(grad_out, q, out, lse.view(q.shape[:2]))
+        grads = ring_backward(self._kernel(kernel), queries, k, v, self.tasks, self.ring)
+        dsinks = None
+        if sinks is not None:
+            dsinks = torch.zeros(len(sinks), dtype=lse.dtype, device=lse.device)
+            self._mine(dsinks).copy_(sinks_gradient(self._mine(sinks), queries))
+        # Heads that only one rank computed are complete: they travel in the dtype they will have in the end.
+        dtype = grads[1].dtype if split.replicated else q.dtype
+        dq, dk, dv = exchange.to_tokens(grads, [split.q, split.k, split.k], dtype)
+        tokens, kv_heads = self.plan.layout.counts[self.comm.rank], self.plan.shape.kv_heads
+        kv = [grads[i].new_zeros(kv_heads, tokens, grads[i].shape[-1]) for i in (1, 2)]
+        return torch.cat(dq), sum_heads(dk, split.k, kv[0]), sum_heads(dv, split.k, kv[1]), dsinks
+
+    def _unpack(self, kept: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v and out of my heads and all tokens of the block."""
+        (q0, q1), (k0, k1) = self.exchange.split.q[self.inner], self.exchange.split.k[self.inner]
+        dim, v_dim = self.plan.shape.head_dim, self.plan.shape.value_dim
+        tokens = self.ring.counts[self.block]
+        shapes = [(heads, tokens, d) for heads, d in ((q1 - q0, dim), (k1 - k0, dim), (k1 - k0, v_dim), (q1 - q0, v_dim))]
+        parts = torch.split(kept, [prod(shape) for shape in shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+    def _kernel(self, kernel: Kernel) -> Kernel:
+        return replace(kernel, runs=self.exchange.split.runs[self.inner])
+
+    def _mine(self, per_head: Tensor) -> Tensor:
+        start, stop = self.exchange.split.q[self.inner]
+        return per_head[start:stop]
+
+
+# -- the ring ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,18 +168,10 @@ def ring_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tasks: Sequenc
 
 
 def ring_backward(
-    kernel: Kernel,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tasks: Sequence[Tasks],
-    ring: Ring,
+    kernel: Kernel, queries: QuerySide, k: Tensor, v: Tensor, tasks: Sequence[Tasks], ring: Ring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in float32 from the merged out and lse."""
-    dq = zeros_like_sum(q)
+    dq = zeros_like_sum(queries.q)
     blocks = _Blocks(k, v, ring.counts)
     buffers = blocks.buffers(k.dtype) if ring.size > 1 else []
     block = blocks.pack(k, v)
@@ -89,14 +185,13 @@ def ring_backward(
         if step > 0:
             grad = zeros_like_sum(block)
         kernel.backward(
-            (dq, *blocks.unpack(grad, source)), grad_out, q, *blocks.unpack(block, source), out, lse, tasks[source]
+            (dq, *blocks.unpack(grad, source)), queries, *blocks.unpack(block, source), tasks[source]
         )
         if step > 0:
             if returning:
                 grad += returning.wait()
-            returning = ring.pass_on(
-                grad, torch.empty(blocks.size(source + 1), dtype=grad.dtype, device=grad.device), -1
-            )
+            room = torch.empty(blocks.size(source + 1), dtype=grad.dtype, device=grad.device)
+            returning = ring.pass_on(grad, room, -1)
         if arriving:
             block = arriving.wait()
     if returning:
@@ -129,3 +224,82 @@ class _Blocks:
 
     def fit(self, buffer: Tensor, source: int) -> Tensor:
         return buffer[: self.size(source)]
+
+
+# -- heads change hands --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """The exchange among `inner` ranks of a group, seen from one of them. Tensors are head-first.
+
+    All tensors go in one message per peer; the other ranks of the group take part with nothing to send.
+    """
+
+    comm: Comm
+    inner: tuple[int, ...]  # group ranks
+    index: int  # mine among them
+    counts: tuple[int, ...]  # tokens of each
+    split: HeadSplit
+    orders: Indices  # the block's tokens: from inner rank after inner rank to token order, and back
+
+    def to_heads(self, tensors: Sequence[Tensor], spans: Sequence[HeadSpans]) -> list[Tensor]:
+        """(heads, my tokens, dim) -> (my heads, block tokens, dim) for each tensor; spans[i][rank] are its heads."""
+        outgoing = [
+            torch.cat([x[a:b].reshape(-1) for x, (a, b) in zip(tensors, mine, strict=True)])
+            for mine in zip(*spans, strict=True)
+        ]
+        widths = [self._heads(own) * x.shape[-1] for x, own in zip(tensors, spans, strict=True)]
+        arrived = self._exchange(outgoing, [tokens * sum(widths) for tokens in self.counts])
+        pieces: list[list[Tensor]] = [[] for _ in tensors]
+        for part, tokens in zip(arrived, self.counts, strict=True):
+            for i, flat in enumerate(torch.split(part, [tokens * width for width in widths])):
+                pieces[i].append(flat.view(self._heads(spans[i]), tokens, tensors[i].shape[-1]))
+        order = self.orders.on(tensors[0].device)[0]
+        return [torch.cat(parts, 1).index_select(1, order) for parts in pieces]
+
+    def to_tokens(
+        self, tensors: Sequence[Tensor], spans: Sequence[HeadSpans], dtype: torch.dtype
+    ) -> list[list[Tensor]]:
+        """(my heads, block tokens, dim) -> for each tensor and inner rank its (heads, my tokens, dim).
+
+        Travels as `dtype`.
+        """
+        back = self.orders.on(tensors[0].device)[1]
+        by_rank = [torch.split(x.to(dtype).index_select(1, back), list(self.counts), 1) for x in tensors]
+        outgoing = [torch.cat([parts[peer].reshape(-1) for parts in by_rank]) for peer in range(len(self.inner))]
+        shapes = [
+            [
+                (own[peer][1] - own[peer][0], self.counts[self.index], x.shape[-1])
+                for x, own in zip(tensors, spans, strict=True)
+            ]
+            for peer in range(len(self.inner))
+        ]
+        sizes = [[prod(shape) for shape in of_peer] for of_peer in shapes]
+        arrived = self._exchange(outgoing, [sum(size) for size in sizes])
+        results: list[list[Tensor]] = [[] for _ in tensors]
+        for part, size, of_peer in zip(arrived, sizes, shapes, strict=True):
+            for i, flat in enumerate(torch.split(part, size)):
+                results[i].append(flat.view(of_peer[i]))
+        return results
+
+    def _heads(self, spans: HeadSpans) -> int:
+        start, stop = spans[self.index]
+        return stop - start
+
+    def _exchange(self, outgoing: list[Tensor], incoming: list[int]) -> tuple[Tensor, ...]:
+        """One flat message to and from every inner rank."""
+        if len(self.inner) == 1:
+            return tuple(outgoing)
+        send, recv = [0] * self.comm.size, [0] * self.comm.size
+        for peer, x, size in zip(self.inner, outgoing, incoming, strict=True):
+            send[peer], recv[peer] = x.numel(), size
+        arrived = all_to_all_v(torch.cat(outgoing), send, recv, self.comm).wait()
+        return torch.split(arrived, incoming)
+
+
+def sum_heads(parts: Sequence[Tensor], spans: HeadSpans, total: Tensor) -> Tensor:
+    """Add the heads of all inner ranks to `total`: heads that several ranks had add up, in its dtype."""
+    for part, (start, stop) in zip(parts, spans, strict=True):
+        total[start:stop] += part
+    return total

@@ -1,0 +1,57 @@
+"""What the strategies have in common: how K/V reaches Q and gradients get home.
+
+    forward     q, k, v of my tokens ──▶ out, lse of my tokens, and what backward needs besides
+    backward    grad_out, what was kept ──▶ dq, dk, dv of my tokens
+
+Tensors are head-first: q (H, T, D), k (Hk, T, D), v (Hk, T, Dv). A strategy is made for one plan and one rank; a pack
+keeps it, with its tasks and index tensors, for all layers and for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from longweave.kernels.attention import Kernel
+
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A forward pass. out (H, T, Dv) and lse (H, T) are of my tokens; lse is None where it costs extra.
+
+    For backward: `kept_lse` (any shape) in float32 or float64, and `kept`, flat, in the dtype of q, or None.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    kept_lse: Tensor
+    kept: Tensor | None = None
+
+
+class Strategy(Protocol):
+    """How K/V reaches Q and gradients get home, for one plan on one rank."""
+
+    needs_inputs: bool  # does backward want q, k, v and out of my tokens? If not, `kept` has what it needs.
+
+    def forward(
+        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool
+    ) -> Result: ...
+
+    def backward(
+        self,
+        kernel: Kernel,
+        grad_out: Tensor,
+        inputs: Sequence[Tensor],
+        kept: Tensor,
+        lse: Tensor,
+        sinks: Tensor | None,
+    ) -> Grads:
+        """dq, dk, dv and the gradient of the sinks, in float32 or the dtype of the inputs.
+
+        inputs: q, k, v and out, if the strategy needs them; kept and lse: flat, as forward kept them.
+        """
