@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ from longweave.plan.fragments import Fragments, Role
 from longweave.plan.ranges import Ints, ramp
 
 PerPeer = tuple[Ints, ...]
-Needs = Callable[[Ints, Ints], npt.NDArray[np.bool_]]  # (fragment rows, holder rows) -> does the holder need it
+Wanted = Callable[[Ints, Ints], npt.NDArray[np.bool_]]  # (fragment rows, holder rows) -> does the holder need it
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,26 +36,26 @@ class Messages:
     """Rows for each peer and from each peer. Sent rows index own rows of that kind, as ordered in `RankChains`."""
 
     send_states: PerPeer
-    send_maps: PerPeer
+    send_transitions: PerPeer
     recv_states: tuple[int, ...]
-    recv_maps: tuple[int, ...]
+    recv_transitions: tuple[int, ...]
 
-    def splits(self, state_size: int, map_size: int) -> tuple[list[int], list[int]]:
+    def splits(self, state_size: int, transition_size: int) -> tuple[list[int], list[int]]:
         """Elements to and from each peer."""
-        sends = zip(self.send_states, self.send_maps, strict=True)
-        receives = zip(self.recv_states, self.recv_maps, strict=True)
+        sends = zip(self.send_states, self.send_transitions, strict=True)
+        receives = zip(self.recv_states, self.recv_transitions, strict=True)
         return (
-            [len(states) * state_size + len(maps) * map_size for states, maps in sends],
-            [states * state_size + maps * map_size for states, maps in receives],
+            [len(states) * state_size + len(transitions) * transition_size for states, transitions in sends],
+            [states * state_size + transitions * transition_size for states, transitions in receives],
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ChainStep:
     """All chains that are still going take one fragment. Indices count own rows first, then received ones."""
 
     states: Ints  # the row of U (or C) of each chain
-    maps: Ints  # the row of M; empty in the first step, where the state is zero
+    transitions: Ints  # the row of M; empty in the first step, where the state is zero
     of: Ints  # chains whose next fragment is ours …
     into: Ints  # … and which of our waiting fragments that is
 
@@ -72,26 +71,27 @@ class RankChains:
     spans: tuple[tuple[tuple[int, int], ...], ...]  # local tokens, for each role
     forward: Messages
     backward: Messages
-    forward_steps: tuple[Step, ...]
-    backward_steps: tuple[Step, ...]
+    forward_steps: tuple[ChainStep, ...]
+    backward_steps: tuple[ChainStep, ...]
     communicates: bool
 
 
 def sent_rows(fragments: Fragments) -> tuple[Ints, Ints, Ints]:
     """How many rows of U, M and C each rank sends: (ranks,) each. In closed form, without any routing."""
     later, earlier, others = _receivers(fragments)
-    maps = np.where(fragments.roles == Role.MID, others, 0)
+    transitions = np.where(fragments.roles == Role.MID, others, 0)
     by_rank = [
-        np.bincount(fragments.ranks, weights=count, minlength=fragments.world_size) for count in (later, maps, earlier)
+        np.bincount(fragments.ranks, weights=count, minlength=fragments.world_size)
+        for count in (later, transitions, earlier)
     ]
     states, middle, gradients = (count.astype(np.int64) for count in by_rank)
     return states, middle, gradients
 
 
-def sent_bytes(fragments: Fragments, state_size: int, map_size: int, itemsize: int = 4) -> tuple[Ints, Ints]:
+def sent_bytes(fragments: Fragments, state_size: int, transition_size: int, itemsize: int = 4) -> tuple[Ints, Ints]:
     """Bytes that each rank sends forward and backward; a state has `state_size` = heads · K · V elements."""
-    states, maps, gradients = sent_rows(fragments)
-    return (states * state_size + maps * map_size) * itemsize, gradients * state_size * itemsize
+    states, transitions, gradients = sent_rows(fragments)
+    return (states * state_size + transitions * transition_size) * itemsize, gradients * state_size * itemsize
 
 
 def _receivers(f: Fragments) -> tuple[Ints, Ints, Ints]:
@@ -111,25 +111,24 @@ def _receivers(f: Fragments) -> tuple[Ints, Ints, Ints]:
     )
 
 
-@lru_cache(maxsize=128)
 def rank_chains(f: Fragments, rank: int) -> RankChains:
-    """The part of `rank`. Cached."""
+    """The part of `rank`."""
     mine = f.rows_of(rank)
     by_role = {role: mine[f.roles[mine] == role] for role in Role}
     head, mid, last = by_role[Role.HEAD], by_role[Role.MID], by_role[Role.LAST]
     is_mid = f.roles == Role.MID
     forward = _Mail(f, rank, np.append(head, mid), mid)
     forward.state(lambda row, holder: f.holders.last[holder] > f.positions[row])
-    forward.map(is_mid)
+    forward.transition(is_mid)
     backward = _Mail(f, rank, np.append(mid, last), mid)
     backward.state(lambda row, holder: f.holders.first[holder] < f.positions[row])
-    map_slots = forward.map_slots
+    transition_slots = forward.transition_slots
     return RankChains(
         tuple(_local_spans(f, by_role[role]) for role in Role),
         forward.messages(),
         backward.messages(),
-        _walk(f, rank, +1, np.append(mid, last), forward.state_slots, map_slots),
-        _walk(f, rank, -1, np.append(head, mid), backward.state_slots, map_slots),
+        _walk(f, rank, +1, np.append(mid, last), forward.state_slots, transition_slots),
+        _walk(f, rank, -1, np.append(head, mid), backward.state_slots, transition_slots),
         f.communicates,
     )
 
@@ -142,39 +141,41 @@ def _local_spans(f: Fragments, rows: Ints) -> tuple[tuple[int, int], ...]:
 class _Mail:
     """Sends and receives of one rank in one direction, and where every row that it then knows is found."""
 
-    def __init__(self, f: Fragments, rank: int, own_states: Ints, own_maps: Ints) -> None:
+    def __init__(self, f: Fragments, rank: int, own_states: Ints, own_transitions: Ints) -> None:
         self.f, self.rank = f, rank
-        self.state_slots, self.map_slots = _slots(f, own_states), _slots(f, own_maps)
+        self.state_slots, self.transition_slots = _slots(f, own_states), _slots(f, own_transitions)
         nothing = tuple(np.empty(0, dtype=np.int64) for _ in range(f.world_size))
         self.send_states: PerPeer = nothing
-        self.send_maps: PerPeer = nothing
-        self.recv_states = self.recv_maps = (0,) * f.world_size
+        self.send_transitions: PerPeer = nothing
+        self.recv_states = self.recv_transitions = (0,) * f.world_size
 
-    def state(self, needs: Needs) -> None:
-        self.send_states, self.recv_states = self._exchange(needs, self.state_slots)
+    def state(self, wants: Wanted) -> None:
+        self.send_states, self.recv_states = self._exchange(wants, self.state_slots)
 
-    def map(self, travels: npt.NDArray[np.bool_]) -> None:
-        self.send_maps, self.recv_maps = self._exchange(lambda row, holder: travels[row], self.map_slots)
+    def transition(self, travels: npt.NDArray[np.bool_]) -> None:
+        self.send_transitions, self.recv_transitions = self._exchange(
+            lambda row, holder: travels[row], self.transition_slots
+        )
 
-    def _exchange(self, needs: Needs, slots: Ints) -> tuple[PerPeer, tuple[int, ...]]:
+    def _exchange(self, wants: Wanted, slots: Ints) -> tuple[PerPeer, tuple[int, ...]]:
         f, holders = self.f, self.f.holders
         mine = np.sort(f.rows_of(self.rank))
         pair, holder = holders.of_documents(f.documents[mine])
         row, peer = mine[pair], holders.ranks[holder]
-        wanted = needs(row, holder) & (peer != self.rank)
+        wanted = wants(row, holder) & (peer != self.rank)
         send = tuple(slots[row[wanted & (peer == p)]] for p in range(f.world_size))
         # What I receive: rows of others in my documents that I, as a holder, need.
         as_holder = np.flatnonzero(holders.ranks == self.rank)
         begin = np.searchsorted(f.documents, holders.documents[as_holder], side="left")
         counts = np.searchsorted(f.documents, holders.documents[as_holder], side="right") - begin
         row, holder = np.repeat(begin, counts) + ramp(counts), np.repeat(as_holder, counts)
-        row = row[needs(row, holder) & (f.ranks[row] != self.rank)]
+        row = row[wants(row, holder) & (f.ranks[row] != self.rank)]
         row = row[np.lexsort((row, f.ranks[row]))]
         slots[row] = slots.max(initial=-1) + 1 + np.arange(len(row))
         return send, tuple(np.bincount(f.ranks[row], minlength=f.world_size).tolist())
 
     def messages(self) -> Messages:
-        return Messages(self.send_states, self.send_maps, self.recv_states, self.recv_maps)
+        return Messages(self.send_states, self.send_transitions, self.recv_states, self.recv_transitions)
 
 
 def _slots(f: Fragments, rows: Ints) -> Ints:
@@ -184,7 +185,9 @@ def _slots(f: Fragments, rows: Ints) -> Ints:
     return slots
 
 
-def _walk(f: Fragments, rank: int, way: int, waiting: Ints, state_slots: Ints, map_slots: Ints) -> tuple[Step, ...]:
+def _walk(
+    f: Fragments, rank: int, way: int, waiting: Ints, state_slots: Ints, transition_slots: Ints
+) -> tuple[ChainStep, ...]:
     """From the first fragment of each chain (way +1) or the last (−1) to this rank's farthest one."""
     holders = f.holders
     own = np.flatnonzero(holders.ranks == rank)
@@ -201,6 +204,6 @@ def _walk(f: Fragments, rank: int, way: int, waiting: Ints, state_slots: Ints, m
     for step in range(int(steps.max(initial=0))):
         rows = origin[: np.searchsorted(-steps, -step, side="left")] + way * step
         of = np.flatnonzero(f.ranks[rows + way] == rank)
-        maps = map_slots[rows] if step else rows[:0]
-        walk.append(Step(state_slots[rows], maps, of, place[rows[of] + way]))
+        transitions = transition_slots[rows] if step else rows[:0]
+        walk.append(ChainStep(state_slots[rows], transitions, of, place[rows[of] + way]))
     return tuple(walk)

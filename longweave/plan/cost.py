@@ -1,4 +1,4 @@
-"""What a layout costs: work, traffic and modelled time of every rank, exact and in bulk, and what no layout can beat.
+"""The cost model: work, traffic and modelled time of every rank, from integers and a few figures of a machine.
 
 A rank must hold K/V of every token that one of its queries may see. What it does not own it receives, once:
 
@@ -9,6 +9,9 @@ A rank must hold K/V of every token that one of its queries may see. What it doe
 Cut by a run of queries, a slice needs a run of keys, so the needs of a rank are a few sorted runs. Nothing is compared
 rank by rank: the needs of all ranks lie end to end on one long axis (`Needs`), where one binary search per span gives
 what a rank owns of its own needs, and a running sum over all ranks gives how often each token is read.
+
+Pairs and tokens are exact. A `Shape` and a `Machine` turn them into seconds of one layer's forward pass on the slowest
+rank: to choose a layout (the dispatch solver) and to choose a strategy (`estimates`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy.typing as npt
 
 from longweave.errors import InputError
 from longweave.plan import slices as sl
+from longweave.plan.heads import split_heads
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints
@@ -29,16 +33,56 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class CostModel:
-    """Seconds of a forward pass: 64 query heads, 8 K/V heads of 128, bf16, at 500 TFLOP/s and 45 GB/s a rank.
+class Shape:
+    """The attention layer that costs are counted for; results never depend on it."""
 
-    Only the ratio of the first two numbers matters to the solver: at 1389 pairs a token, receiving a token takes as
-    long as 1389 query-key pairs. `within_node` is the cost of a token that stays inside a node, in tokens that do not.
+    heads: int = 64
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_dim: int | None = None
+    itemsize: int = 2
+
+    @property
+    def flops_per_pair(self) -> int:
+        return 2 * self.heads * (self.head_dim + self.value_dim)
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one token."""
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+
+    @property
+    def qo_bytes(self) -> int:
+        """Q and the output of one token."""
+        return self.heads * (self.head_dim + self.value_dim) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's device and its link to the others. The figures are those of a present-day training node; what
+    matters is their ratio.
     """
 
-    seconds_per_pair: float = 4 * 64 * 128 / 500e12
-    seconds_per_token: float = 2 * 8 * 128 * 2 / 45e9
-    within_node: float = 0.125
+    flops: float = 500e12
+    bytes_per_second: float = 45e9
+    latency: float = 20e-6  # of one message
+    within_node: float = 0.125  # cost of a token that stays inside a node, in tokens that do not
+
+    def seconds_per_pair(self, shape: Shape) -> float:
+        """Of computing one query-key pair, forward."""
+        return shape.flops_per_pair / self.flops
+
+    def seconds_per_token(self, shape: Shape) -> float:
+        """Of receiving, or sending, K and V of one token. At the defaults as long as computing 1389 pairs."""
+        return shape.kv_bytes / self.bytes_per_second
+
+
+#: Ranks that are processes on one CPU host, a core each: slow arithmetic, so one stage of traffic hides easily.
+CPU = Machine(flops=60e9, bytes_per_second=2e9, latency=100e-6)
 
 
 class Cost(NamedTuple):
@@ -50,16 +94,17 @@ class Cost(NamedTuple):
     sent_across: Ints
     received_across: Ints
 
-    def seconds(self, model: CostModel) -> float:
+    def seconds(self, shape: Shape, machine: Machine) -> float:
         """The modelled time: attention overlaps with traffic, and the slowest rank holds up the others."""
-        return max(int(self.area.max()) * model.seconds_per_pair, self.traffic_seconds(model))
+        compute = int(self.area.max()) * machine.seconds_per_pair(shape)
+        return max(compute, self.traffic_seconds(shape, machine))
 
-    def traffic_seconds(self, model: CostModel) -> float:
+    def traffic_seconds(self, shape: Shape, machine: Machine) -> float:
         """The same with nothing to compute. Without nodes every token goes across."""
-        inside, across = model.within_node, 1 - model.within_node
+        inside, across = machine.within_node, 1 - machine.within_node
         sent = inside * self.sent + across * self.sent_across
         received = inside * self.received + across * self.received_across
-        return float(max(sent.max(), received.max())) * model.seconds_per_token
+        return float(max(sent.max(), received.max())) * machine.seconds_per_token(shape)
 
     @property
     def imbalance(self) -> float:
@@ -71,7 +116,7 @@ class Cost(NamedTuple):
 def cost(mask: Mask, layout: Layout, node_size: int | None = None) -> Cost:
     """Area, tokens sent and tokens received of every rank. `node_size` ranks in a row form a node; None is one each."""
     rows, rank = _shares(mask, layout)
-    starts, stops, ranks = layout.table.sorted
+    starts, stops, ranks = layout.sorted
     world = layout.world_size
     area = _by_rank(sl.area(rows), rank, world)
     needs = Needs(rows[:, sl.K0], rows[:, sl.K1], rank, layout.total, world)
@@ -106,7 +151,7 @@ def _shares(mask: Mask, layout: Layout) -> tuple[Ints, Ints]:
     """The mask cut into what each rank computes: rows, and the rank of each."""
     if mask.total != layout.total:
         raise InputError(f"the mask has {mask.total} tokens and the layout {layout.total}; use the same pack for both")
-    starts, stops, ranks = layout.table.sorted
+    starts, stops, ranks = layout.sorted
     rows, span = sl.cut_q(mask.rows, starts, stops)
     return rows, ranks[span]
 
@@ -179,3 +224,61 @@ def receive_bound(mask: Mask, world_size: int, tokens_per_rank: int | None = Non
     # The ranks see l, l - T, l - 2T, … tokens of the document and hold l of them between them.
     seen = pieces * shared - share * (pieces * (pieces - 1) // 2)
     return max(0, int(lengths.max()) - share), int((seen - shared).sum())
+
+
+# -- strategies ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The modelled forward time of one strategy. `compute` and `traffic` overlap; `alone` does not."""
+
+    strategy: str
+    compute: float
+    traffic: float
+    alone: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.traffic) + self.alone
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {1e3 * self.seconds:.3g} ms"
+
+
+def estimates(found: Cost, layout: Layout, shape: Shape, machine: Machine) -> list[Estimate]:
+    """Strategies for a layout that costs what was `found`, fastest first; equal ones in the order of `STRATEGIES`.
+
+    Group-cast is left out where nearly every key is needed everywhere: a ring then brings the same in two buffers.
+    """
+    ranks, counts = layout.world_size, layout.counts
+    work = found.area * shape.flops_per_pair / machine.flops
+    slowest, total = float(work.max()), float(work.sum())
+    received = max(layout.total - count for count in counts) * shape.kv_bytes
+    gather = received / machine.bytes_per_second
+    steps = ranks - 1
+    # Group-cast: only what is needed; the first stage hides behind the rank's own keys.
+    needed = int(max(found.sent.max(), found.received.max())) * shape.kv_bytes
+    cast = needed / machine.bytes_per_second
+    groupcast = Estimate("groupcast", slowest, cast, stages_for(slowest, cast) * machine.latency)
+    # Ring: the slowest rank holds up the circle, every hop costs a latency; the first transfer hides behind step 0.
+    ring = Estimate("ring", slowest, gather, steps * machine.latency)
+    # All-gather: one group of heads in four stands alone in front.
+    allgather = Estimate("allgather", slowest, gather, gather / min(4, shape.kv_heads) + machine.latency)
+    # Ulysses: whole documents, so the heads decide the balance; two exchanges that nothing hides.
+    split = split_heads(shape.heads, shape.kv_heads, ranks)
+    busiest = max(stop - start for start, stop in split.q)
+    copies = sum(stop - start for start, stop in split.k) / shape.kv_heads
+    moved = max(counts) * (shape.qo_bytes + shape.kv_bytes * copies) * steps / ranks
+    ulysses = Estimate(
+        "ulysses", total * busiest / shape.heads, 0.0, moved / machine.bytes_per_second + 2 * machine.latency
+    )
+    candidates = [ring, allgather, ulysses]
+    if needed < 0.8 * received or not received:
+        candidates.insert(0, groupcast)
+    return sorted(candidates, key=lambda e: e.seconds)
+
+
+def stages_for(compute: float, traffic: float) -> int:
+    """Stages of a group-cast: traffic that hides behind the work on own keys needs one, more traffic more."""
+    return 1 if traffic <= compute / 2 else 2 if traffic <= compute else 4

@@ -13,22 +13,30 @@ along it, gradients of state flow back. The place in the chain decides what a fr
     HEAD      first of several  starts from zero                           waits for the gradient of its last state
     MID       between           waits for a state; passes it on changed    the same, the other way
     LAST      last of several   waits for a state                          starts from zero
+
+The halo of a fragment is the tokens right before it, from whoever holds them: what a causal convolution sees.
+
+    width 4, halo 3        rank 0: a a a a a      rank 1: b      rank 2: c      rank 0: d d d d
+    halo of d                              a             b              c       one document, three owners
+    halo of c                            a a             b
+    halo of b                          a a a
+
+Only tokens of the same document count; slots without one stay zero. Sender and receiver list the wanted tokens by the
+fragment that wants them (in token order), then by slot, so they agree without talking.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property, lru_cache
-from hashlib import blake2b
-from typing import Any, NamedTuple
-from weakref import WeakSet
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from longweave.errors import InputError
-from longweave.plan.layout import Layout, SpanTable
-from longweave.plan.ranges import CuKey, Ints, Span, as_cu_seqlens, cu_key, from_key, frozen, overlaps, ramp
+from longweave.plan.layout import Layout
+from longweave.plan.ranges import Ints, Span, as_cu_seqlens, frozen, overlaps, ramp
 
 
 class Role(IntEnum):
@@ -52,7 +60,7 @@ class Fragment(NamedTuple):
 class Fragments:
     """Every fragment of every rank, one row each, in token order: the rows of a chain are neighbours."""
 
-    table: SpanTable
+    layout: Layout
     cu_seqlens: Ints
     starts: Ints  # global tokens
     stops: Ints
@@ -64,7 +72,7 @@ class Fragments:
 
     @property
     def world_size(self) -> int:
-        return self.table.world_size
+        return self.layout.world_size
 
     @cached_property
     def roles(self) -> Ints:
@@ -124,56 +132,105 @@ class Holders:
         return np.repeat(np.arange(len(documents)), counts), np.repeat(begin, counts) + ramp(counts)
 
 
-class Pack:
-    """The fragments of one layout *object* and its documents, and the groups that were seen to agree on them."""
-
-    def __init__(self, fragments: Fragments, fingerprint: str) -> None:
-        self.fragments = fragments
-        self.fingerprint = fingerprint
-        self.agreed_on: WeakSet[Any] = WeakSet()
-
-
-def pack_of(layout: Layout, cu_seqlens: object) -> Pack:
-    """The pack of this layout and these documents: made once for each layout object."""
-    key = ("pack", cu_key(cu_seqlens))
-    if key not in layout.derived:
-        cu = as_cu_seqlens(cu_seqlens)
-        same = ("pack", cu.tobytes())  # however the borders are given, the pack is one object
-        if int(cu[-1]) != layout.total:
-            raise InputError(f"cu_seqlens ends at {cu[-1]} but the layout has {layout.total} tokens; use the same pack")
-        said = blake2b(cu.tobytes(), digest_size=16).hexdigest()
-        new = Pack(_fragments(layout.table, CuKey(cu.tobytes())), f"{layout.fingerprint} {said}")
-        layout.derived[key] = layout.derived.setdefault(same, new)
-    pack: Pack = layout.derived[key]
-    return pack
-
-
 def fragments(layout: Layout, cu_seqlens: object) -> Fragments:
-    """The fragments of a layout. Cached.
+    """The fragments of a layout.
 
     >>> [fragment[:4] for fragment in fragments(Layout.zigzag([0, 12, 18], 2), [0, 12, 18]).of(0)]
     [(0, 3, 0, 0), (3, 6, 0, 2), (6, 7, 1, 0), (7, 9, 1, 2)]
     """
-    return pack_of(layout, cu_seqlens).fragments
-
-
-@lru_cache(maxsize=64)
-def _fragments(table: SpanTable, key: CuKey) -> Fragments:
-    cu = from_key(key)
+    cu = as_cu_seqlens(cu_seqlens)
+    if int(cu[-1]) != layout.total:
+        raise InputError(f"cu_seqlens ends at {cu[-1]} but the layout has {layout.total} tokens; use the same pack")
     full = np.flatnonzero(cu[1:] > cu[:-1])
-    starts, stops, ranks = table.sorted
+    starts, stops, ranks = layout.sorted
     span, document = overlaps(starts, stops, cu[:-1][full], cu[1:][full])
     begin = np.maximum(starts[span], cu[:-1][full][document])
     end = np.minimum(stops[span], cu[1:][full][document])
     counts = np.bincount(document, minlength=len(full))
     return Fragments(
-        table,
+        layout,
         cu,
         frozen(begin),
         frozen(end),
-        frozen(table.local_starts[table.token_order][span] + begin - starts[span]),
+        frozen(layout.local_starts[layout.token_order][span] + begin - starts[span]),
         frozen(ranks[span]),
         frozen(full[document]),
         frozen(ramp(counts)),
         frozen(np.repeat(counts, counts)),
     )
+
+
+# -- halo ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class HaloRoute:
+    """One rank's part. Slots count through (fragments in local order) × (width − 1), the last one nearest."""
+
+    fragments: int
+    width: int
+    send_splits: tuple[int, ...]  # tokens per peer
+    recv_splits: tuple[int, ...]
+    send_tokens: Ints  # local tokens, peer after peer
+    recv_slots: Ints  # where what arrives goes
+    keep_tokens: Ints  # own tokens that own fragments want …
+    keep_slots: Ints  # … and where they go
+    home_tokens: Ints  # every local token that anybody wants, once …
+    home_readers: Ints  # … and the rows [send_tokens; keep_tokens] that are copies of it, padded with their count
+    needed: bool  # does any fragment of any rank have a token before it
+    communicates: bool  # does any rank send anything to another
+
+
+def halo_route(fragments: Fragments, rank: int, width: int) -> HaloRoute:
+    """What `rank` sends, receives and keeps so that its fragments see `width` − 1 tokens back."""
+    f, reach = fragments, width - 1
+    first_rows = np.searchsorted(f.documents, f.documents, side="left")
+    counts = np.minimum(f.starts - f.starts[first_rows], reach)
+    fragment = np.repeat(np.arange(len(f.starts)), counts)
+    back = np.repeat(counts, counts) - ramp(counts)  # how far before the fragment, the farthest first
+    token = f.starts[fragment] - back
+    owner = np.asarray(f.layout.owner(token), dtype=np.int64)
+    wants = f.ranks[fragment]
+
+    mine = f.rows_of(rank)
+    place = np.full(len(f.starts), -1, dtype=np.int64)
+    place[mine] = np.arange(len(mine))
+    slot = place[fragment] * reach + reach - back
+    sent, received, kept = (
+        np.flatnonzero((owner == rank) & (wants != rank)),
+        np.flatnonzero((owner != rank) & (wants == rank)),
+        np.flatnonzero((owner == rank) & (wants == rank)),
+    )
+    sent = sent[np.argsort(wants[sent], kind="stable")]
+    received = received[np.argsort(owner[received], kind="stable")]
+    send_tokens, keep_tokens = (_local(f, token[rows]) for rows in (sent, kept))
+    home_tokens, home_readers = _readers(np.append(send_tokens, keep_tokens))
+    return HaloRoute(
+        len(mine),
+        width,
+        tuple(np.bincount(wants[sent], minlength=f.world_size).tolist()),
+        tuple(np.bincount(owner[received], minlength=f.world_size).tolist()),
+        frozen(send_tokens),
+        frozen(slot[received]),
+        frozen(keep_tokens),
+        frozen(slot[kept]),
+        home_tokens,
+        home_readers,
+        bool(len(token)),
+        bool((owner != wants).any()),
+    )
+
+
+def _local(f: Fragments, tokens: Ints) -> Ints:
+    """Local index, on the rank that holds it, of each global token."""
+    row = np.searchsorted(f.starts, tokens, side="right") - 1
+    return f.local_starts[row] + tokens - f.starts[row]
+
+
+def _readers(copies: Ints) -> tuple[Ints, Ints]:
+    """Distinct tokens, and for each the places in `copies` where it stands."""
+    tokens, inverse, counts = np.unique(copies, return_inverse=True, return_counts=True)
+    readers = np.full((len(tokens), int(counts.max(initial=0))), len(copies), dtype=np.int64)
+    order = np.argsort(inverse, kind="stable")
+    readers[inverse[order], ramp(counts)] = order
+    return frozen(tokens), frozen(readers)

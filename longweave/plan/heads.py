@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
 
 Pair = tuple[int, int]
 
@@ -32,7 +31,6 @@ class HeadSplit:
         return len(held) > len(set(held))
 
 
-@lru_cache(maxsize=256)
 def split_heads(heads: int, kv_heads: int, ranks: int) -> HeadSplit:
     """Divide `heads` query heads, `heads // kv_heads` to a K/V head, over `ranks` ranks."""
     per_kv = heads // kv_heads
@@ -60,7 +58,6 @@ def _runs(start: int, stop: int, first: int, last: int, per_kv: int) -> tuple[tu
     return tuple(runs)
 
 
-@lru_cache(maxsize=256)
 def head_groups(kv_heads: int, stride: int, first: int | None = None, last: int | None = None) -> tuple[Pair, ...]:
     """K/V heads in steps of `stride`, the first and last step cut so that they begin with `first` or end with `last`.
 

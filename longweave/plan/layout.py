@@ -12,112 +12,31 @@ be 0. Nothing is padded. Everything else (shards, positions, masks of a rank, ro
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from longweave.errors import InputError
 from longweave.plan.ranges import (
-    CuKey,
     Ints,
     Span,
     as_cu_seqlens,
     as_ints,
     check_total,
     check_world_size,
-    cu_key,
     expand,
-    from_key,
     frozen,
     join_touching,
     ramp,
 )
 
 if TYPE_CHECKING:
+    from longweave.plan.cost import Machine, Shape
     from longweave.plan.mask import Mask
-
-
-class SpanTable:
-    """The heavy, immutable part of a layout, shared by all equal layouts that a constructor makes.
-
-    Row i is the span `starts[i] … stops[i]`; rank r owns the rows `offsets[r] … offsets[r + 1]`.
-    """
-
-    def __init__(self, total: int, world_size: int, starts: Ints, stops: Ints, ranks: Ints) -> None:
-        starts, stops, ranks = join_touching(starts, stops, ranks)
-        self.total, self.world_size = total, world_size
-        self.starts, self.stops, self.ranks = frozen(starts), frozen(stops), frozen(ranks)
-        self.offsets = frozen(np.searchsorted(ranks, np.arange(world_size + 1)))
-        self._check_cover()
-
-    def _check_cover(self) -> None:
-        starts, stops, ranks = self.sorted
-        ends = np.append(0, stops)
-        wrong = np.flatnonzero(np.append(starts, self.total) != ends)
-        if not len(wrong):
-            return
-        i = int(wrong[0])
-        end = int(ends[i])
-        if i < len(starts) and starts[i] < 0:
-            raise InputError(f"rank {ranks[i]} has a span that starts at {starts[i]}; tokens count from 0")
-        if i == len(starts) and end > self.total:
-            raise InputError(f"a span ends at {end} but there are {self.total} tokens; correct the span or the total")
-        if i < len(starts) and starts[i] < end:
-            raise InputError(
-                f"token {starts[i]} is held twice, by ranks {ranks[i - 1]} and {ranks[i]}; "
-                "every token must lie in exactly one span"
-            )
-        raise InputError(f"token {end} is held by no rank; every token must lie in exactly one span")
-
-    @cached_property
-    def token_order(self) -> Ints:
-        """The rows sorted by token."""
-        return frozen(np.argsort(self.starts, kind="stable"))
-
-    @cached_property
-    def sorted(self) -> tuple[Ints, Ints, Ints]:
-        """(starts, stops, ranks) in token order."""
-        order = self.token_order
-        return self.starts[order], self.stops[order], self.ranks[order]
-
-    @cached_property
-    def local_starts(self) -> Ints:
-        """Where each span begins in the local tensor of its rank."""
-        lengths = self.stops - self.starts
-        before = np.append(0, np.cumsum(lengths))
-        return frozen(before[:-1] - before[self.offsets[self.ranks]])
-
-    @cached_property
-    def counts(self) -> tuple[int, ...]:
-        before = np.append(0, np.cumsum(self.stops - self.starts))
-        return tuple(np.diff(before[self.offsets]).tolist())
-
-    @cached_property
-    def fingerprint(self) -> str:
-        digest = blake2b(b"layout", digest_size=16)
-        for part in (np.array([self.total, self.world_size]), self.offsets, self.starts, self.stops):
-            digest.update(part.tobytes())
-        return digest.hexdigest()
-
-    def local_spans(self, rank: int) -> tuple[Ints, Ints, Ints]:
-        """The starts and stops of a rank's spans in token order, and what takes each span's tokens to local ones."""
-        own = np.flatnonzero(self.sorted[2] == rank)
-        starts = self.sorted[0][own]
-        return starts, self.sorted[1][own], self.local_starts[self.token_order[own]] - starts
-
-    def rows_of(self, rank: int) -> slice:
-        return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, SpanTable) and self.fingerprint == other.fingerprint)
-
-    def __hash__(self) -> int:
-        return hash(self.fingerprint)
 
 
 class Layout:
@@ -127,24 +46,26 @@ class Layout:
     >>> layout.spans
     ((Span(start=0, stop=3), …), (Span(start=3, stop=9), …))
 
-    Equal layouts hash alike and have the same `fingerprint`; they share one table, so making the same layout again is
-    cheap. The object itself only adds `agreed_on`: the process groups whose ranks were all seen to hold this layout
-    (see `longweave.comm.agree`), and `derived`: objects made from it that are asked about on their own.
+    In bulk it is a table of spans: row i is the span `starts[i] … stops[i]` of rank `ranks[i]`; rank r owns the rows
+    `offsets[r] … offsets[r + 1]`. Equal layouts hash alike and have the same `fingerprint`.
     """
 
-    __slots__ = ("__weakref__", "agreed_on", "derived", "table")
-
-    def __init__(self, table: SpanTable) -> None:
-        self.table = table
-        self.agreed_on: WeakSet[Any] = WeakSet()
-        self.derived: dict[Any, Any] = {}
+    def __init__(self, total: int, world_size: int, starts: Ints, stops: Ints, ranks: Ints) -> None:
+        """From spans that are sorted by rank, inside a rank in the order of its local tokens."""
+        starts, stops, ranks = join_touching(starts, stops, ranks)
+        self.total, self.world_size = total, world_size
+        self.starts, self.stops, self.ranks = frozen(starts), frozen(stops), frozen(ranks)
+        self.offsets = frozen(np.searchsorted(ranks, np.arange(world_size + 1)))
+        self._check_cover()
 
     # -- constructors ------------------------------------------------------------------------------
 
     @classmethod
     def contiguous(cls, total: int, world_size: int) -> Layout:
         """Rank r holds the r-th of `world_size` runs whose lengths differ by at most one token."""
-        return cls(_contiguous(check_total(total), check_world_size(world_size)))
+        total, world_size = check_total(total), check_world_size(world_size)
+        cuts = np.arange(world_size + 1, dtype=np.int64) * total // world_size
+        return cls(total, world_size, cuts[:-1], cuts[1:], np.arange(world_size))
 
     @classmethod
     def zigzag(cls, cu_seqlens: object, world_size: int) -> Layout:
@@ -153,7 +74,20 @@ class Layout:
         Pieces of a document differ by at most one token. The odd tokens are dealt in turns, so rank totals differ by
         at most one token as well, also over thousands of documents that are shorter than 2·P.
         """
-        return cls(_zigzag(cu_key(cu_seqlens), check_world_size(world_size)))
+        cu, world_size = as_cu_seqlens(cu_seqlens), check_world_size(world_size)
+        lengths = np.diff(cu)
+        pieces = 2 * world_size
+        sizes = (lengths // pieces)[:, None] + _odd_tokens(lengths, world_size)
+        stops = cu[:-1, None] + np.cumsum(sizes, axis=1)
+        starts = stops - sizes
+        piece = np.arange(pieces)
+        ranks = np.broadcast_to(np.minimum(piece, pieces - 1 - piece), sizes.shape)
+        # Group by rank, keep token order inside a rank. A small integer type makes the stable sort a radix sort.
+        full = np.flatnonzero(sizes)
+        ranks = ranks.reshape(-1)[full]
+        order = np.argsort(ranks.astype(np.uint16 if world_size < 1 << 16 else np.int64), kind="stable")
+        rows = full[order]
+        return cls(int(cu[-1]), world_size, starts.reshape(-1)[rows], stops.reshape(-1)[rows], ranks[order])
 
     @classmethod
     def balanced(
@@ -165,24 +99,27 @@ class Layout:
         imbalance: float = 0.03,
         token_slack: int | None = None,
         node_size: int | None = None,
+        shape: Shape | None = None,
+        machine: Machine | None = None,
     ) -> Layout:
         """The dispatch solver: equal work and equal tokens for all ranks, and little K/V to move between them.
 
         Documents are cut into chunks of `chunk_size` tokens (by default about 1/64 of a rank's tokens) and stay whole
         where they can. Of several layouts the one whose slowest rank is fastest wins, by the larger of its compute and
-        its traffic (`plan.cost.CostModel`). No rank holds more than `token_slack` tokens (by default one chunk) over an
-        equal share. A rank may exceed the mean mask area by `imbalance` of it; a layout over that must be faster by
-        five times the excess to be taken, as where documents are so short that moving them costs more than computing.
-        With `node_size` ranks to a node, traffic inside a node counts less, and documents stay inside where they can.
+        its traffic on `machine` for a layer of `shape` (`plan.cost`). No rank holds more than `token_slack` tokens (by
+        default one chunk) over an equal share. A rank may exceed the mean mask area by `imbalance` of it; a layout over
+        that must be faster by five times the excess to be taken, as where documents are so short that moving them costs
+        more than computing. With `node_size` ranks to a node, traffic inside a node counts less, and documents stay
+        inside where they can.
 
         >>> Layout.balanced(Mask.causal([0, 6000, 8000, 12000]), world_size=2).spans
         (((0, 1408), (4480, 8000), (10432, 11456)), ((1408, 4480), (8000, 10432), (11456, 12000)))
 
         Works for every mask, needs no communication, and gives the same layout on every rank.
         """
-        from longweave.plan.balance import solve  # the solver makes layouts, so it imports this module
+        from longweave.plan.dispatch import solve  # the solver makes layouts, so it imports this module
 
-        return cls(solve(mask, world_size, chunk_size, imbalance, token_slack, node_size))
+        return solve(mask, world_size, chunk_size, imbalance, token_slack, node_size, shape, machine)
 
     @classmethod
     def from_spans(cls, total: int, spans: Sequence[Iterable[tuple[int, int]]]) -> Layout:
@@ -200,22 +137,9 @@ class Layout:
                     raise InputError(f"rank {rank} has the span ({start}, {stop}), which ends before it starts")
                 flat.append((start, stop, rank))
         rows = np.array(flat, dtype=np.int64).reshape(-1, 3)
-        return cls(SpanTable(total, world_size, rows[:, 0], rows[:, 1], rows[:, 2]))
+        return cls(total, world_size, rows[:, 0], rows[:, 1], rows[:, 2])
 
     # -- what it says ------------------------------------------------------------------------------
-
-    @property
-    def total(self) -> int:
-        return self.table.total
-
-    @property
-    def world_size(self) -> int:
-        return self.table.world_size
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of tokens of each rank."""
-        return self.table.counts
 
     @property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -229,8 +153,8 @@ class Layout:
     def span_arrays(self, rank: int) -> tuple[Ints, Ints]:
         """The starts and stops of the spans of one rank."""
         self._check_rank(rank)
-        rows = self.table.rows_of(rank)
-        return self.table.starts[rows], self.table.stops[rows]
+        rows = self.rows_of(rank)
+        return self.starts[rows], self.stops[rows]
 
     def indices(self, rank: int) -> Ints:
         """The global index of each local token of a rank."""
@@ -261,64 +185,99 @@ class Layout:
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.total):
             bad = tokens[(tokens < 0) | (tokens >= self.total)].flat[0] if tokens.ndim else tokens
             raise InputError(f"token {bad} does not exist; the layout has tokens 0 to {self.total - 1}")
-        starts, _, ranks = self.table.sorted
+        starts, _, ranks = self.sorted
         found: Ints = ranks[np.searchsorted(starts, tokens, side="right") - 1]
         return found if tokens.ndim else int(found)
+
+    # -- in bulk -----------------------------------------------------------------------------------
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The number of tokens of each rank."""
+        before = np.append(0, np.cumsum(self.stops - self.starts))
+        return tuple(np.diff(before[self.offsets]).tolist())
+
+    @cached_property
+    def token_order(self) -> Ints:
+        """The rows sorted by token."""
+        return frozen(np.argsort(self.starts, kind="stable"))
+
+    @cached_property
+    def sorted(self) -> tuple[Ints, Ints, Ints]:
+        """(starts, stops, ranks) in token order."""
+        order = self.token_order
+        return self.starts[order], self.stops[order], self.ranks[order]
+
+    @cached_property
+    def local_starts(self) -> Ints:
+        """Where each span begins in the local tensor of its rank."""
+        lengths = self.stops - self.starts
+        before = np.append(0, np.cumsum(lengths))
+        return frozen(before[:-1] - before[self.offsets[self.ranks]])
+
+    def rows_of(self, rank: int) -> slice:
+        """The rows of a rank."""
+        return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
+
+    def local_spans(self, rank: int) -> tuple[Ints, Ints, Ints]:
+        """The starts and stops of a rank's spans in token order, and what takes each span's tokens to local ones."""
+        rows = self.rows_of(rank)
+        order = np.argsort(self.starts[rows], kind="stable")
+        starts, stops, local = (column[rows][order] for column in (self.starts, self.stops, self.local_starts))
+        return starts, stops, local - starts
+
+    def joined(self, size: int) -> Layout:
+        """The same tokens on fewer ranks: every `size` neighbours become one, with its tokens in token order."""
+        starts, stops, ranks = self.sorted
+        blocks = ranks // size
+        order = np.argsort(blocks, kind="stable")
+        return Layout(self.total, self.world_size // size, starts[order], stops[order], blocks[order])
+
+    # -- checks ------------------------------------------------------------------------------------
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise InputError(f"rank {rank} does not exist; the layout has ranks 0 to {self.world_size - 1}")
 
+    def _check_cover(self) -> None:
+        starts, stops, ranks = self.sorted
+        ends = np.append(0, stops)
+        wrong = np.flatnonzero(np.append(starts, self.total) != ends)
+        if not len(wrong):
+            return
+        i = int(wrong[0])
+        end = int(ends[i])
+        if i < len(starts) and starts[i] < 0:
+            raise InputError(f"rank {ranks[i]} has a span that starts at {starts[i]}; tokens count from 0")
+        if i == len(starts) and end > self.total:
+            raise InputError(f"a span ends at {end} but there are {self.total} tokens; correct the span or the total")
+        if i < len(starts) and starts[i] < end:
+            raise InputError(
+                f"token {starts[i]} is held twice, by ranks {ranks[i - 1]} and {ranks[i]}; "
+                "every token must lie in exactly one span"
+            )
+        raise InputError(f"token {end} is held by no rank; every token must lie in exactly one span")
+
     # -- identity ----------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        return self.table.fingerprint
+        digest = blake2b(b"layout", digest_size=16)
+        for part in (np.array([self.total, self.world_size]), self.offsets, self.starts, self.stops):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.table == other.table
+        return self is other or (isinstance(other, Layout) and self.fingerprint == other.fingerprint)
 
     def __hash__(self) -> int:
-        return hash(self.table)
+        return hash(self.fingerprint)
 
-    def __reduce__(self) -> tuple[type[Layout], tuple[SpanTable]]:
-        return Layout, (self.table,)
+    def __reduce__(self) -> tuple[type[Layout], tuple[int, int, Ints, Ints, Ints]]:
+        return Layout, (self.total, self.world_size, self.starts, self.stops, self.ranks)
 
     def __repr__(self) -> str:
-        return f"<Layout of {self.total} tokens on {self.world_size} ranks, {len(self.table.starts)} spans>"
-
-
-@lru_cache(maxsize=64)
-def join_ranks(table: SpanTable, size: int) -> SpanTable:
-    """The same tokens on fewer, larger ranks: every `size` neighbours become one, with its tokens in token order."""
-    starts, stops, ranks = table.sorted
-    blocks = ranks // size
-    order = np.argsort(blocks, kind="stable")
-    return SpanTable(table.total, table.world_size // size, starts[order], stops[order], blocks[order])
-
-
-@lru_cache(maxsize=256)
-def _contiguous(total: int, world_size: int) -> SpanTable:
-    cuts = np.arange(world_size + 1, dtype=np.int64) * total // world_size
-    return SpanTable(total, world_size, cuts[:-1], cuts[1:], np.arange(world_size))
-
-
-@lru_cache(maxsize=64)
-def _zigzag(key: CuKey, world_size: int) -> SpanTable:
-    cu = from_key(key)
-    lengths = np.diff(cu)
-    pieces = 2 * world_size
-    sizes = (lengths // pieces)[:, None] + _odd_tokens(lengths, world_size)
-    stops = cu[:-1, None] + np.cumsum(sizes, axis=1)
-    starts = stops - sizes
-    piece = np.arange(pieces)
-    ranks = np.broadcast_to(np.minimum(piece, pieces - 1 - piece), sizes.shape)
-    # Group by rank, keep token order inside a rank. A small integer type makes the stable sort a radix sort.
-    full = np.flatnonzero(sizes)
-    ranks = ranks.reshape(-1)[full]
-    order = np.argsort(ranks.astype(np.uint16 if world_size < 1 << 16 else np.int64), kind="stable")
-    rows = full[order]
-    return SpanTable(int(cu[-1]), world_size, starts.reshape(-1)[rows], stops.reshape(-1)[rows], ranks[order])
+        return f"<Layout of {self.total} tokens on {self.world_size} ranks, {len(self.starts)} spans>"
 
 
 def _odd_tokens(lengths: Ints, world_size: int) -> Ints:

@@ -42,10 +42,12 @@ class Mask:
     names sees nothing: its output is 0.
     """
 
-    def __init__(self, total: int, rows: Ints, cu_seqlens: Ints) -> None:
+    def __init__(self, total: int, rows: Ints, cu_seqlens: Ints, position_offsets: Ints | None = None) -> None:
         self.total = total
         self.rows = frozen(sl.tighten(rows)[0])
         self.cu_seqlens = frozen(cu_seqlens)
+        #: for each document what its positions begin with (see `Layout.positions`); None is 0 for all
+        self.position_offsets = None if position_offsets is None else frozen(position_offsets)
 
     # -- constructors ------------------------------------------------------------------------------
 
@@ -92,14 +94,16 @@ class Mask:
         """One prompt, many answers: every branch sees the prompt and itself (causally), no branch sees another.
 
         The prompt comes first and is itself causal. `mask.cu_seqlens` has the prompt as document 0 and the branches
-        after it; their positions go on where the prompt ends (`Layout.positions(..., offsets=...)`).
+        after it; their positions go on where the prompt ends: `layout.positions(rank, mask.cu_seqlens,
+        mask.position_offsets)`.
         """
         prefix_len = check_total(prefix_len)
         branches = as_ints(branch_lens, "branch_lens", "give one length per branch")
         cu = as_cu_seqlens(np.cumsum(np.append([0, prefix_len], branches)))
         own = _columns(cu[:-1], cu[1:], cu[:-1], cu[1:], -sl.NO_LIMIT, 0)
         prompt = _columns(cu[1:-1], cu[2:], 0, prefix_len, -sl.NO_LIMIT, sl.NO_LIMIT)
-        return cls(int(cu[-1]), np.concatenate([own, prompt]), cu)
+        offsets = np.append(0, np.full(len(branches), prefix_len))
+        return cls(int(cu[-1]), np.concatenate([own, prompt]), cu, offsets)
 
     @classmethod
     def from_slices(cls, total: int, slices: Iterable[Slice | tuple[object, ...]]) -> Mask:
@@ -147,14 +151,24 @@ class Mask:
         """The number of allowed query-key pairs: the work."""
         return int(sl.area(self.rows).sum())
 
-    def area_between(self, q: tuple[int, int], k: tuple[int, int]) -> int:
-        """The number of allowed pairs with the query in span `q` and the key in span `k`; exact."""
-        return int(sl.area(self.cut([q], [k])).sum())
-
-    def cut(self, q_spans: Sequence[tuple[int, int]], k_spans: Sequence[tuple[int, int]]) -> Ints:
-        """The rows (see `plan.slices`) inside any of the query spans × any of the key spans."""
-        rows, _ = sl.cut_q(self.rows, *_sorted_spans(q_spans))
-        return sl.cut_k(rows, *_sorted_spans(k_spans))[0]
+    def crosses_documents(self, cu_seqlens: object) -> tuple[int, int] | None:
+        """The first (document of a query, document of a key that it sees) that are not the same, or None."""
+        cu = as_cu_seqlens(cu_seqlens)
+        if int(cu[-1]) != self.total:
+            raise InputError(f"cu_seqlens ends at {cu[-1]} but the mask has {self.total} tokens; use the same pack")
+        full = np.flatnonzero(cu[1:] > cu[:-1])
+        starts, stops = cu[:-1][full], cu[1:][full]
+        rows, place = sl.cut_q(self.rows, starts, stops)
+        # Each row sees every key of its box, so the first key outside the document is one of its two ends.
+        before, after = rows[:, sl.K0] < starts[place], rows[:, sl.K1] > stops[place]
+        found = np.flatnonzero(before | after)
+        if not len(found):
+            return None
+        first, place = rows[found, sl.K0], place[found]
+        key = np.where(before[found], first, np.maximum(first, stops[place]))
+        pairs = np.stack([full[place], np.searchsorted(cu, key, side="right") - 1])
+        query_document, key_document = pairs[:, np.lexsort(pairs[::-1])[0]].tolist()
+        return query_document, key_document
 
     def dense(self) -> npt.NDArray[np.bool_]:
         """The mask as a `(total, total)` array of bools, queries down, keys across. For tests and pictures."""
@@ -180,19 +194,15 @@ class Mask:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
+    def __reduce__(self) -> tuple[type[Mask], tuple[int, Ints, Ints, Ints | None]]:
+        return Mask, (self.total, self.rows, self.cu_seqlens, self.position_offsets)
+
     def __repr__(self) -> str:
         return f"<Mask of {self.total} tokens, {len(self.rows)} slices, {self.area} pairs>"
 
 
 def _columns(*columns: Ints | int) -> Ints:
     return np.stack(np.broadcast_arrays(*columns), axis=1).astype(np.int64)
-
-
-def _sorted_spans(spans: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    array = np.array(sorted(s for s in spans if s[1] > s[0]), dtype=np.int64).reshape(-1, 2)
-    if (array[1:, 0] < array[:-1, 1]).any():
-        raise InputError(f"the spans {list(spans)} overlap; give disjoint ones")
-    return array[:, 0].copy(), array[:, 1].copy()
 
 
 def _parse(i: int, total: int, item: Any) -> tuple[int, ...]:

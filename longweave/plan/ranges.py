@@ -1,14 +1,13 @@
 """Half-open spans of integers, one by one (`Span`) and in bulk (arrays of starts and stops).
 
-subtract        split(at=5)          merge                    overlaps
-──────────      ──────────          ─────  ───              ────   ─────   left
-   ────         ────│─────           ─────    ──              ──────  ──   right
-───    ───      0   5    10         ─────────────             (0,0)(1,0)(1,1)
+expand [5, 1] [7, 4]      overlaps                     join_touching
+                          ────   ─────   left          ─────│────  │────
+5 6 1 2 3                   ──────  ──   right         ──────────  │────
+                          (0,0)(1,0)(1,1)              equal keys  another key
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -28,34 +27,6 @@ class Span(NamedTuple):
     @property
     def length(self) -> int:
         return max(0, self.stop - self.start)
-
-    def intersect(self, other: Span) -> Span:
-        """What both hold; a span of length 0 if nothing."""
-        start = max(self.start, other.start)
-        return Span(start, max(start, min(self.stop, other.stop)))
-
-    def subtract(self, other: Span) -> tuple[Span, ...]:
-        """What only `self` holds: at most two spans, none of them empty."""
-        if not self.intersect(other).length:
-            return (self,) if self.length else ()
-        left, right = Span(self.start, other.start), Span(other.stop, self.stop)
-        return tuple(s for s in (left, right) if s.length)
-
-    def split(self, at: int) -> tuple[Span, Span]:
-        """The part before `at` and the part from `at` on."""
-        at = min(max(at, self.start), max(self.start, self.stop))
-        return Span(self.start, at), Span(at, max(at, self.stop))
-
-
-def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same integers as sorted spans that neither overlap nor touch."""
-    merged: list[Span] = []
-    for span in sorted(s for s in spans if s.length):
-        if merged and span.start <= merged[-1].stop:
-            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
-        else:
-            merged.append(span)
-    return tuple(merged)
 
 
 # -- in bulk ------------------------------------------------------------------------------------------
@@ -110,25 +81,6 @@ def frozen(array: npt.ArrayLike) -> Ints:
 
 
 # -- cu_seqlens ---------------------------------------------------------------------------------------
-
-
-class CuKey(NamedTuple):
-    """Checked document borders in a form that hashes fast: the key under which plans are cached."""
-
-    borders: tuple[int, ...] | bytes
-
-
-def cu_key(cu_seqlens: object) -> CuKey:
-    """Lists and tuples of plain ints are taken as they are and checked when the plan is made; all else is checked."""
-    if isinstance(cu_seqlens, list | tuple) and all(type(border) is int for border in cu_seqlens):
-        return CuKey(tuple(cu_seqlens))
-    return CuKey(as_cu_seqlens(cu_seqlens).tobytes())
-
-
-def from_key(key: CuKey) -> Ints:
-    if isinstance(key.borders, bytes):
-        return frozen(np.frombuffer(key.borders, dtype=np.int64))
-    return as_cu_seqlens(key.borders)
 
 
 def as_cu_seqlens(cu_seqlens: object) -> Ints:

@@ -1,112 +1,60 @@
-"""The plan: mask, layout and strategy in one frozen, hashable object."""
+"""The plan: mask, layout and strategy in one frozen, hashable object, and what it does in numbers."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from hashlib import blake2b
-from itertools import count
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, WeakValueDictionary
 
 from longweave.errors import InputError
-from longweave.plan.cost import cost
-from longweave.plan.estimate import Machine, Shape, estimates, stages_for
-from longweave.plan.layout import Layout, SpanTable
+from longweave.plan.cost import Machine, Shape, areas, cost, estimates, load_bound, receive_bound, stages_for, traffic
+from longweave.plan.heads import split_heads
+from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
-
-if TYPE_CHECKING:
-    from longweave.plan.report import Report
+from longweave.plan.tasks import GroupCast, tasks_by_source, tasks_on_all
 
 STRATEGIES = ("groupcast", "ring", "allgather", "ulysses")
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What a plan says, without identity: shared by all equal plans."""
-
-    mask: Mask
-    table: SpanTable
-    strategy: str
-    ulysses_size: int
-    shape: Shape
-    machine: Machine
-    stages: int
-    keep_kv: bool
-    why: str
-    fingerprint: str
-
-
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Who computes what and how K/V gets there. Make it once per batch with `make_plan` and pass it to every layer.
+    """Who computes what and how K/V gets there. Make it with `make_plan`.
 
-    Frozen and hashable; equal plans have the same `fingerprint`. It pickles, so a data-loader worker can make it.
+    Frozen and hashable; plans that exchange the same messages are equal and have the same `fingerprint`. It pickles, so
+    a data-loader worker can make it.
     """
 
-    __slots__ = ("__weakref__", "agreed_on", "decision", "key", "layout")
-
-    def __init__(self, decision: Decision) -> None:
-        self.decision = decision
-        self.layout = Layout(decision.table)
-        self.agreed_on: WeakSet[Any] = WeakSet()
-        #: names this very object to the compiled operators, which can take strings but not plans
-        self.key = f"{decision.fingerprint}/{next(_serial)}"
-        _remember(self)
-
-    @property
-    def mask(self) -> Mask:
-        return self.decision.mask
-
-    @property
-    def strategy(self) -> str:
-        return self.decision.strategy
-
-    @property
-    def ulysses_size(self) -> int:
-        """How many ranks exchange heads among themselves: 1 for all but Ulysses and ring × Ulysses."""
-        return self.decision.ulysses_size
-
-    @property
-    def stages(self) -> int:
-        """In how many exchanges a group-cast brings its keys, unless a call says otherwise."""
-        return self.decision.stages
-
-    @property
-    def keep_kv(self) -> bool:
-        """Whether a group-cast keeps received keys for backward, unless a call says otherwise.
-
-        Yes where no rank receives more tokens than the largest rank holds: at most one more block of K/V.
-        """
-        return self.decision.keep_kv
+    mask: Mask
+    layout: Layout
+    strategy: str
+    ulysses_size: int  # ranks that exchange heads among themselves: 1 for all but Ulysses and ring × Ulysses
+    shape: Shape  # what costs are counted for …
+    machine: Machine  # … and on what
+    stages: int  # in how many exchanges a group-cast brings its keys, unless a call says otherwise
+    keep_kv: bool  # whether a group-cast keeps received keys for backward, unless a call says otherwise
+    why: str  # why this strategy
 
     @property
     def world_size(self) -> int:
         return self.layout.world_size
 
-    @property
-    def why(self) -> str:
-        """Why this strategy."""
-        return self.decision.why
-
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        return self.decision.fingerprint
+        digest = blake2b(digest_size=16)
+        runs = str((self.ulysses_size, self.stages, self.keep_kv))
+        for part in (self.mask.fingerprint, self.layout.fingerprint, self.strategy, runs):
+            digest.update(part.encode())
+        return digest.hexdigest()
 
     def report(self) -> Report:
         """Per rank tokens, mask area, tokens received and sent; imbalance; why this strategy. `print` it."""
-        from longweave.plan.report import make_report
-
-        return make_report(self)
+        return _report(self)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.fingerprint == other.fingerprint
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
-
-    def __reduce__(self) -> tuple[type[Plan], tuple[Decision]]:
-        return Plan, (self.decision,)
 
     def __repr__(self) -> str:
         return f"<Plan {self.strategy} for {self.layout.total} tokens on {self.world_size} ranks>"
@@ -118,11 +66,11 @@ def make_plan(
     strategy: str = "auto",
     *,
     ulysses_size: int | None = None,
-    heads: int = 32,
-    kv_heads: int = 8,
-    head_dim: int = 128,
-    v_dim: int | None = None,
-    itemsize: int = 2,
+    heads: int = Shape.heads,
+    kv_heads: int = Shape.kv_heads,
+    head_dim: int = Shape.head_dim,
+    v_dim: int | None = Shape.v_dim,
+    itemsize: int = Shape.itemsize,
     machine: Machine | None = None,
 ) -> Plan:
     """Decide how K/V reaches Q. No communication: all ranks come to the same plan from the same arguments.
@@ -132,8 +80,6 @@ def make_plan(
     ulysses_size: for "ring" and "ulysses", how many neighbouring ranks divide heads; the ring then goes over blocks of
         that many ranks. Must divide the world size.
     heads, kv_heads, head_dim, v_dim, itemsize, machine: what the cost model assumes; results do not depend on them.
-
-    Equal arguments share one decision (an LRU cache), so asking again is cheap.
     """
     if not isinstance(mask, Mask):
         raise InputError(f"mask is a {type(mask).__name__}; make one with Mask.causal(cu_seqlens) or its siblings")
@@ -150,39 +96,22 @@ def make_plan(
         raise InputError(f"v_dim is {v_dim!r}; give a positive int or None")
     if heads % kv_heads:
         raise InputError(f"heads is {heads} and kv_heads {kv_heads}; query heads must be a multiple of K/V heads")
-    shape = Shape(heads, kv_heads, head_dim, v_dim, itemsize)
-    # Masks are equal if they allow the same pairs, whatever their documents: those belong to the key.
-    documents = mask.cu_seqlens.tobytes()
-    return Plan(_decide(mask, documents, layout.table, strategy, ulysses_size, shape, machine or Machine()))
-
-
-@lru_cache(maxsize=128)
-def _decide(
-    mask: Mask,
-    documents: bytes,
-    table: SpanTable,
-    strategy: str,
-    ulysses_size: int | None,
-    shape: Shape,
-    machine: Machine,
-) -> Decision:
-    why = "asked for"
-    if strategy == "auto":
-        best, *others = estimates(mask, table, shape, machine)
-        strategy = best.strategy
-        why = f"fastest by the cost model: {best}; " + ", ".join(map(str, others))
-    size = check_ulysses_size(strategy, ulysses_size, table.world_size)
-    stages, keep_kv = 1, False
-    if strategy == "groupcast":
-        layout_cost = cost(mask, Layout(table))
-        most = int(max(layout_cost.sent.max(), layout_cost.received.max()))
-        compute = int(layout_cost.area.max()) * shape.flops_per_pair / machine.flops
-        stages = stages_for(compute, most * shape.kv_bytes / machine.bytes_per_second)
-        keep_kv = int(layout_cost.received.max()) <= max(table.counts)
-    digest = blake2b(digest_size=16)
-    for part in (mask.fingerprint, table.fingerprint, strategy, str((size, stages, keep_kv))):
-        digest.update(part.encode())
-    return Decision(mask, table, strategy, size, shape, machine, stages, keep_kv, why, digest.hexdigest())
+    shape, machine = Shape(heads, kv_heads, head_dim, v_dim, itemsize), machine or Machine()
+    why, stages, keep_kv = "asked for", 1, False
+    if strategy in ("auto", "groupcast"):
+        found = cost(mask, layout)
+        if strategy == "auto":
+            best, *others = estimates(found, layout, shape, machine)
+            strategy = best.strategy
+            why = f"fastest by the cost model: {best}; " + ", ".join(map(str, others))
+        if strategy == "groupcast":
+            most = int(max(found.sent.max(), found.received.max()))
+            compute = int(found.area.max()) * machine.seconds_per_pair(shape)
+            stages = stages_for(compute, most * machine.seconds_per_token(shape))
+            # Yes where no rank receives more tokens than the largest rank holds: at most one more block of K/V.
+            keep_kv = int(found.received.max()) <= max(layout.counts)
+    size = check_ulysses_size(strategy, ulysses_size, layout.world_size)
+    return Plan(mask, layout, strategy, size, shape, machine, stages, keep_kv, why)
 
 
 def check_ulysses_size(strategy: str, size: int | None, world_size: int) -> int:
@@ -196,27 +125,163 @@ def check_ulysses_size(strategy: str, size: int | None, world_size: int) -> int:
     return size
 
 
-# -- plans by key, for operators that can be handed strings only ---------------------------------------
-
-_serial = count()
-_alive: WeakValueDictionary[str, Plan] = WeakValueDictionary()
-_recent: OrderedDict[str, Decision] = OrderedDict()
+# -- in numbers ----------------------------------------------------------------------------------------
 
 
-def _remember(plan: Plan) -> None:
-    _alive[plan.key] = plan
-    _recent[plan.fingerprint] = plan.decision
-    _recent.move_to_end(plan.fingerprint)
-    while len(_recent) > 128:
-        _recent.popitem(last=False)
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's share of one attention layer, forward.
+
+    Received and sent are tokens of K/V (all K/V heads); tasks are pieces of the mask, each one kernel call or a few.
+    """
+
+    rank: int
+    tokens: int
+    area: int
+    tokens_received: int
+    tokens_sent: int
+    bytes_received: int
+    bytes_sent: int
+    kernel_tasks: int
 
 
-def recall(key: str) -> Plan:
-    """The plan with this key: the object itself, or an equal one if that is gone (a backward after its batch)."""
-    plan = _alive.get(key)
-    if plan is not None:
-        return plan
-    fingerprint = key.split("/")[0]
-    if fingerprint not in _recent:
-        raise InputError("the plan of this call is gone; keep a reference to it until backward is done")
-    return Plan(_recent[fingerprint])
+@dataclass(frozen=True)
+class Report:
+    """See `Plan.report`. Bytes are for the shape that the plan was made for; `print` gives a table."""
+
+    strategy: str
+    why: str
+    total_tokens: int
+    total_area: int
+    ranks: tuple[RankReport, ...]
+    load_bound: int  # pairs that some rank must compute in any layout
+    receive_bound: int  # tokens that some rank must receive in any layout (causal masks)
+    bytes_if_gathered: int  # received by all ranks together if K/V were all-gathered or sent round a ring
+
+    @property
+    def imbalance(self) -> float:
+        """Largest mask area of a rank over the mean; 1.0 is perfect. 1.0 if there is no work."""
+        mean = self.total_area / len(self.ranks)
+        return max(rank.area for rank in self.ranks) / mean if mean else 1.0
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(rank.bytes_received for rank in self.ranks)
+
+    def __str__(self) -> str:
+        busiest = max(rank.area for rank in self.ranks)
+        most = max(rank.tokens_received for rank in self.ranks)
+        share = f"{100 * self.bytes_received / self.bytes_if_gathered:.1f} %" if self.bytes_if_gathered else "all"
+        lines = [
+            f"strategy {self.strategy} ({self.why})",
+            f"{self.total_tokens} tokens, {self.total_area} pairs, imbalance {self.imbalance:.3f}",
+            f"busiest rank {busiest} pairs, bound {self.load_bound}; "
+            f"most received {most} tokens, bound {self.receive_bound}",
+            f"{self.bytes_received / 1e6:.2f} MB received, {share} of gathering or a ring",
+            "rank    tokens            area    received        sent  MB received  tasks",
+        ]
+        lines += [
+            f"{r.rank:4d}{r.tokens:10d}{r.area:16d}{r.tokens_received:12d}{r.tokens_sent:12d}"
+            f"{r.bytes_received / 1e6:13.2f}{r.kernel_tasks:7d}"
+            for r in self.ranks
+        ]
+        return "\n".join(lines)
+
+
+def _report(plan: Plan) -> Report:
+    work, tasks = _areas(plan), _task_counts(plan)
+    shape = plan.shape
+    rows = []
+    for rank, (received, sent) in enumerate(_kv_tokens(plan)):
+        extra_in, extra_out = _head_exchange_bytes(plan, rank) if plan.ulysses_size > 1 else (0, 0)
+        rows.append(
+            RankReport(
+                rank,
+                plan.layout.counts[rank],
+                work[rank],
+                received,
+                sent,
+                received * shape.kv_bytes + extra_in,
+                sent * shape.kv_bytes + extra_out,
+                tasks[rank],
+            )
+        )
+    gathered = plan.layout.total * (plan.world_size - 1) * shape.kv_bytes
+    return Report(
+        plan.strategy,
+        plan.why,
+        plan.layout.total,
+        plan.mask.area,
+        tuple(rows),
+        load_bound(plan.mask, plan.world_size),
+        receive_bound(plan.mask, plan.world_size, max(plan.layout.counts) or None)[0],
+        gathered,
+    )
+
+
+def _areas(plan: Plan) -> list[int]:
+    """Allowed pairs that each rank computes, in units of all heads."""
+    own: list[int] = areas(plan.mask, plan.layout).tolist()
+    size = plan.ulysses_size
+    if size == 1:
+        return own
+    # A block of ranks computes the pairs of all its tokens, each rank for its share of the heads.
+    shape = plan.shape
+    q_heads = split_heads(shape.heads, shape.kv_heads, size).q
+    shares = [(stop - start) / shape.heads for start, stop in q_heads]
+    blocks = [sum(own[first : first + size]) for first in range(0, plan.world_size, size)]
+    return [round(blocks[rank // size] * shares[rank % size]) for rank in range(plan.world_size)]
+
+
+def _kv_tokens(plan: Plan) -> list[tuple[int, int]]:
+    """(received, sent) K/V tokens of each rank, of all K/V heads, on the way to other ranks' queries."""
+    counts, total, ranks = plan.layout.counts, plan.layout.total, plan.world_size
+    if plan.strategy == "groupcast":
+        sent, received = traffic(plan.mask, plan.layout)
+        return list(zip(received.tolist(), sent.tolist(), strict=True))
+    if plan.strategy == "allgather":
+        return [(total - count, count * (ranks - 1)) for count in counts]
+    # A ring of blocks: all but the own arrive, all but the next one's leave; each rank carries its share of the heads.
+    size = plan.ulysses_size
+    blocks = [sum(counts[first : first + size]) for first in range(0, ranks, size)]
+    of_block = [
+        ((total - block) // size, (total - blocks[(i + 1) % len(blocks)]) // size) for i, block in enumerate(blocks)
+    ]
+    return [of_block[rank // size] for rank in range(ranks)]
+
+
+def _head_exchange_bytes(plan: Plan, rank: int) -> tuple[int, int]:
+    """Bytes (received, sent) of q, k, v one way and of the output the other way, among ranks that exchange heads."""
+    shape, size = plan.shape, plan.ulysses_size
+    split = split_heads(shape.heads, shape.kv_heads, size)
+    first, me = rank - rank % size, rank % size
+
+    def there(i: int) -> int:
+        (q0, q1), (k0, k1) = split.q[i], split.k[i]
+        return ((q1 - q0) * shape.head_dim + (k1 - k0) * (shape.head_dim + shape.value_dim)) * shape.itemsize
+
+    def back(i: int) -> int:
+        return (split.q[i][1] - split.q[i][0]) * shape.value_dim * shape.itemsize
+
+    mine = plan.layout.counts[rank]
+    received = sent = 0
+    for peer in range(size):
+        if peer != me:
+            theirs = plan.layout.counts[first + peer]
+            sent += mine * there(peer) + theirs * back(me)
+            received += theirs * there(me) + mine * back(peer)
+    return received, sent
+
+
+def _task_counts(plan: Plan) -> list[int]:
+    """The tasks of each rank."""
+    mask, layout, ranks = plan.mask, plan.layout, range(plan.world_size)
+    if plan.strategy == "groupcast":
+        schedules = map(GroupCast(mask, layout, plan.stages).of, ranks)
+        return [len(schedule.own) + sum(len(stage.tasks) for stage in schedule.stages) for schedule in schedules]
+    if plan.strategy == "allgather":
+        return [len(tasks_on_all(mask, layout, rank)) for rank in ranks]
+    size = plan.ulysses_size
+    blocks = layout if size == 1 else layout.joined(size)
+    of_block = [sum(map(len, tasks_by_source(mask, blocks, block))) for block in range(blocks.world_size)]
+    return [of_block[rank // size] for rank in ranks]

@@ -27,12 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from longweave.plan.cost import Floats
-from longweave.plan.grid import Grid
+from longweave.plan.dispatch.grid import Grid
 from longweave.plan.ranges import Ints
 
 
 @dataclass(frozen=True)
-class Mix:
+class PeelVariant:
     """One variant of the heuristic."""
 
     spread: float = 1.0  # ranks of a long document, relative to the balanced number k
@@ -42,9 +42,9 @@ class Mix:
     node_size: int | None = None
 
 
-def mix(grid: Grid, variant: Mix) -> Ints:
+def peel(grid: Grid, variant: PeelVariant) -> Ints:
     """The owner of every chunk."""
-    return _Mixing(grid, variant).solve()
+    return _Peeling(grid, variant).solve()
 
 
 @dataclass(eq=False)
@@ -58,9 +58,9 @@ class _Reserve:
 
 
 @dataclass(eq=False)
-class _Mixing:
+class _Peeling:
     grid: Grid
-    variant: Mix
+    variant: PeelVariant
     owner: Ints = field(init=False)
     tokens_left: Floats = field(init=False)  # per rank, until it holds its share
     area_left: Floats = field(init=False)

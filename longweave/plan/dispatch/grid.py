@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longweave.plan import slices as sl
-from longweave.plan.layout import Layout, SpanTable
+from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints, ramp
 
@@ -61,8 +61,7 @@ class Grid:
     def layout(self, owner: Ints) -> Layout:
         """The layout that gives chunk c to rank `owner[c]`, tokens in ascending order on every rank."""
         order = np.argsort(owner, kind="stable")
-        table = SpanTable(self.total, self.world_size, self.cuts[:-1][order], self.cuts[1:][order], owner[order])
-        return Layout(table)
+        return Layout(self.total, self.world_size, self.cuts[:-1][order], self.cuts[1:][order], owner[order])
 
 
 def make_grid(mask: Mask, world_size: int, chunk_size: int) -> Grid:

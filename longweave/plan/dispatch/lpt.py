@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from longweave.plan.grid import Grid
+from longweave.plan.dispatch.grid import Grid
 from longweave.plan.ranges import Ints
 
 

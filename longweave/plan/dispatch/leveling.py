@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longweave.plan.cost import Cost, CostModel
-from longweave.plan.grid import Grid
+from longweave.plan.cost import Cost
+from longweave.plan.dispatch.grid import Grid
 from longweave.plan.ranges import Ints
 
 ENOUGH = 1.005  # of the mean area: below this, leave the spans whole
@@ -31,11 +31,11 @@ SHORT = 1 / 8  # of a rank's tokens: documents up to this length may move
 class Leveler:
     """The state of one search: who owns each chunk, and what each rank holds, computes and moves."""
 
-    def __init__(self, grid: Grid, owner: Ints, cost: Cost, model: CostModel) -> None:
+    def __init__(self, grid: Grid, owner: Ints, cost: Cost, pairs_per_token: float) -> None:
         self.grid, self.owner = grid, owner.copy()
         self.area = cost.area.copy()
         self.traffic = np.maximum(cost.sent, cost.received)
-        self.pairs_per_token = model.seconds_per_token / model.seconds_per_pair
+        self.pairs_per_token = pairs_per_token  # that take as long to compute as a token to receive
         self.slowest = int(self.traffic.max())  # no rank needs less traffic than this to be as fast as the slowest
         self.chunk_tokens, self.chunk_area = np.diff(grid.cuts), np.diff(grid.area_before)
         self.tokens = np.bincount(owner, weights=self.chunk_tokens, minlength=grid.world_size).astype(np.int64)
@@ -167,9 +167,9 @@ class _Trade(NamedTuple):
     other_traffic: int
 
 
-def level(grid: Grid, owner: Ints, cost: Cost, model: CostModel, token_limit: int, area_limit: float) -> Ints:
+def level(grid: Grid, owner: Ints, cost: Cost, pairs_per_token: float, token_limit: int, area_limit: float) -> Ints:
     """A new owner of every chunk: token counts nearer to equal, and a smaller largest area."""
-    leveler = Leveler(grid, owner, cost, model)
+    leveler = Leveler(grid, owner, cost, pairs_per_token)
     leveler.level_tokens(math.ceil(2 * grid.tokens_mean) - token_limit, token_limit)
     leveler.level_area(area_limit)
     return leveler.owner

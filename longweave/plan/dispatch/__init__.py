@@ -6,7 +6,7 @@ No single way of dealing out documents is best for every pack, so a few are trie
     zigzag       every document over all ranks  wins for one long document; everybody needs all keys
     lpt          heaviest chunk to the rank     balances anything; scatters documents
                  with least work, then swaps
-    mix          whole short documents, long    wins for packs; a few variants
+    peel         whole short documents, long    wins for packs; a few variants
                  ones peeled over few ranks
 
 The modelled time decides, among candidates that keep the cap on tokens if there are any; area over its cap makes a
@@ -19,31 +19,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from longweave.errors import InputError
-from longweave.plan.cost import Cost, CostModel, cost
-from longweave.plan.grid import Grid, auto_chunk_size, make_grid
-from longweave.plan.layout import Layout, SpanTable
-from longweave.plan.level import level
-from longweave.plan.lpt import lpt, swap
+from longweave.plan.cost import Cost, Machine, Shape, cost
+from longweave.plan.dispatch.grid import Grid, auto_chunk_size, make_grid
+from longweave.plan.dispatch.leveling import level
+from longweave.plan.dispatch.lpt import lpt, swap
+from longweave.plan.dispatch.peel import PeelVariant, peel
+from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
-from longweave.plan.mixing import Mix, mix
 from longweave.plan.ranges import Ints, check_world_size
 
-MODEL = CostModel()
 LPT_CHUNKS_PER_RANK = 8
 LPT_MOST_CHUNKS = 128  # a rank: with more, documents are so short that whole ones level by themselves
 # (ranks of a long document relative to the balanced number, how much denser than the pack a document must be to count
 # as long). In order of promise: the search ends when a candidate comes close to what no layout can beat.
-MIXES = ((1.0, 1.0), (1.0, 0.5), (0.95, 1.0), (1.0, 1.3), (0.9, 1.0))
+PEELS = ((1.0, 1.0), (1.0, 0.5), (0.95, 1.0), (1.0, 1.3), (0.9, 1.0))
 # Of the time that perfect balance and no traffic would take: below the first, candidates differ only in what they send;
 # below the second, no further variants of a heuristic are tried.
 AS_GOOD_AS_PERFECT = 1.005
 CLOSE_ENOUGH = 1.02
-LEVELED = 1  # mixes that are leveled besides the first
+LEVELED = 1  # peels that are leveled besides the first
 OVER_CAP = 5.0  # each percent of area over the cap must buy this many percent of time
 
 
@@ -63,11 +61,8 @@ class Candidate:
     name: str
     layout: Layout
     cost: Cost
+    seconds: float  # the modelled time
     limits: Limits
-
-    @property
-    def seconds(self) -> float:
-        return self.cost.seconds(MODEL)
 
     @property
     def price(self) -> float:
@@ -80,7 +75,7 @@ class Candidate:
     @property
     def key(self) -> tuple[bool, float, int, int]:
         over = max(self.layout.counts) > self.limits.tokens
-        sent, spans = int(self.cost.sent_across.sum()), len(self.layout.table.starts)
+        sent, spans = int(self.cost.sent_across.sum()), len(self.layout.starts)
         return over, max(self.price, self.limits.seconds), sent, spans
 
 
@@ -91,8 +86,10 @@ def solve(
     imbalance: object = 0.03,
     token_slack: object = None,
     node_size: object = None,
-) -> SpanTable:
-    """Check the arguments of `Layout.balanced` and solve, or find the same problem solved before."""
+    shape: Shape | None = None,
+    machine: Machine | None = None,
+) -> Layout:
+    """Check the arguments of `Layout.balanced` and solve."""
     if not isinstance(mask, Mask):
         raise InputError(f"mask is a {type(mask).__name__}; give a Mask such as Mask.causal(cu_seqlens)")
     world = check_world_size(world_size)
@@ -103,7 +100,8 @@ def solve(
     node = None if node_size is None else _whole("node_size", node_size, 1, "None if all ranks are alike")
     if isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or not imbalance >= 0:
         raise InputError(f"imbalance is {imbalance!r}; give how far a rank may exceed the mean area, such as 0.03")
-    return _solved(_Key(mask), world, chunk, float(imbalance), slack, node)
+    portfolio = Portfolio(mask, world, chunk, float(imbalance), slack, node, shape, machine)
+    return min(portfolio.candidates(), key=lambda candidate: candidate.key).layout
 
 
 def _whole(name: str, value: object, least: int, other: str) -> int:
@@ -112,35 +110,26 @@ def _whole(name: str, value: object, least: int, other: str) -> int:
     return int(value)
 
 
-class _Key:
-    """A mask as a cache key: masks may be equal and still name other documents."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
-        self._key = (mask.fingerprint, mask.cu_seqlens.tobytes())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-@lru_cache(maxsize=64)
-def _solved(key: _Key, world: int, chunk: int, imbalance: float, slack: int, node: int | None) -> SpanTable:
-    portfolio = Portfolio(key.mask, world, chunk, imbalance, slack, node)
-    return min(portfolio.candidates(), key=lambda candidate: candidate.key).layout.table
-
-
 class Portfolio:
     """The ways to deal out one pack."""
 
     def __init__(
-        self, mask: Mask, world: int, chunk: int, imbalance: float = 0.03, slack: int = 0, node: int | None = None
+        self,
+        mask: Mask,
+        world: int,
+        chunk: int,
+        imbalance: float = 0.03,
+        slack: int = 0,
+        node: int | None = None,
+        shape: Shape | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.mask, self.world, self.chunk = mask, world, chunk
         self.imbalance, self.slack, self.node = imbalance, slack, node
-        perfect = mask.area / world * MODEL.seconds_per_pair
+        self.shape, self.machine = shape or Shape(), machine or Machine()
+        self.seconds_per_pair = self.machine.seconds_per_pair(self.shape)
+        self.seconds_per_token = self.machine.seconds_per_token(self.shape)
+        perfect = mask.area / world * self.seconds_per_pair
         self.close = CLOSE_ENOUGH * perfect
         # With nodes, close enough is good enough, and what is sent between nodes decides.
         self.good = self.close if node else AS_GOOD_AS_PERFECT * perfect
@@ -153,15 +142,16 @@ class Portfolio:
         if self.world == 1 or not self.mask.area:
             return
         grid = make_grid(self.mask, self.world, self.chunk)
-        yield from self._mixes(grid)
+        yield from self._peels(grid)
         if self.beats(self.good):
             return
         yield from self._lpt()
-        if not self.beats(_zigzag_bound(grid)):
+        if not self.beats(_zigzag_tokens(grid) * self.seconds_per_token):
             yield self.scored("zigzag", Layout.zigzag(self.mask.cu_seqlens, self.world))
 
     def scored(self, name: str, layout: Layout) -> Candidate:
-        candidate = Candidate(name, layout, cost(self.mask, layout, self.node), self.limits)
+        found = cost(self.mask, layout, self.node)
+        candidate = Candidate(name, layout, found, found.seconds(self.shape, self.machine), self.limits)
         if self.best is None or candidate.key < self.best.key:
             self.best = candidate
         return candidate
@@ -170,25 +160,27 @@ class Portfolio:
         """Does some candidate so far keep the caps and take no more time?"""
         return self.best is not None and self.best.key[:2] <= (False, seconds)
 
-    def _mixes(self, grid: Grid) -> Iterator[Candidate]:
+    def _peels(self, grid: Grid) -> Iterator[Candidate]:
         tried: list[tuple[Candidate, Ints]] = []
         # Keeping to nodes is worth a try, but a document that does not care may lie better without.
-        for node, (spread, denser) in itertools.product(dict.fromkeys((self.node, None)), MIXES):
-            owner = mix(grid, Mix(spread, denser, self.imbalance, self.slack, node))
+        for node, (spread, denser) in itertools.product(dict.fromkeys((self.node, None)), PEELS):
+            owner = peel(grid, PeelVariant(spread, denser, self.imbalance, self.slack, node))
             if any(np.array_equal(owner, other) for _, other in tried):
                 continue
-            tried.append((self.scored(f"mix {spread} {denser}", grid.layout(owner)), owner))
+            tried.append((self.scored(f"peel {spread} {denser}", grid.layout(owner)), owner))
             yield tried[-1][0]
             if len(tried) == 1:
                 yield self._leveled(grid, *tried[0])
             if self.node is None and self.beats(self.close):
                 return
         # Leveling mends area, not traffic: those with least traffic deserve it most.
-        for found, owner in sorted(tried[1:], key=lambda pair: pair[0].cost.traffic_seconds(MODEL))[:LEVELED]:
+        tried[1:] = sorted(tried[1:], key=lambda pair: pair[0].cost.traffic_seconds(self.shape, self.machine))
+        for found, owner in tried[1 : 1 + LEVELED]:
             yield self._leveled(grid, found, owner)
 
     def _leveled(self, grid: Grid, found: Candidate, owner: Ints) -> Candidate:
-        owner = level(grid, owner, found.cost, MODEL, self.limits.tokens, self.limits.area)
+        pairs_per_token = self.seconds_per_token / self.seconds_per_pair
+        owner = level(grid, owner, found.cost, pairs_per_token, self.limits.tokens, self.limits.area)
         return self.scored(f"{found.name}, leveled", grid.layout(owner))
 
     def _lpt(self) -> Iterator[Candidate]:
@@ -202,8 +194,8 @@ class Portfolio:
             yield self.scored("lpt, swapped", grid.layout(swap(grid, owner, self.limits.area)))
 
 
-def _zigzag_bound(grid: Grid) -> float:
-    """Seconds that zigzag takes at least: with thousands of documents it is slow to make, and sure to lose.
+def _zigzag_tokens(grid: Grid) -> float:
+    """Tokens that some rank of a zigzag receives at least: with thousands of documents it is slow to make, and loses.
 
     A rank holds at most 2 · ceil(l / 2P) tokens of a document and needs at least as many keys as any of its queries
     sees, so the needs of all ranks add up to the document's area over that number; l of them are at home.
@@ -211,5 +203,4 @@ def _zigzag_bound(grid: Grid) -> float:
     if len(grid.shared):
         return 0.0
     held = 2 * -(-grid.tokens // (2 * grid.world_size))
-    received = np.maximum(0, grid.area / held - grid.tokens).sum() / grid.world_size
-    return float(received) * MODEL.seconds_per_token
+    return float(np.maximum(0, grid.area / held - grid.tokens).sum() / grid.world_size)
