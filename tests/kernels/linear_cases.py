@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longweave.kernels import relatives as rel
-from longweave.kernels.chunks import chunk_table, spans_of
-from longweave.kernels.delta_rule import GatedDeltaRule, gated_delta_rule
-from longweave.kernels.local import mix
-from longweave.kernels.mixer import Mixer
-from longweave.kernels.recurrent import recurrent
+from longweave.kernels.recurrence import linear_attention as forms
+from longweave.kernels.recurrence import mix
+from longweave.kernels.recurrence.chunks import chunk_table, spans_of
+from longweave.kernels.recurrence.delta_rule import GatedDeltaRule, gated_delta_rule
+from longweave.kernels.recurrence.mixer import Mixer
+from longweave.kernels.recurrence.reference import recurrent
 
 torch.set_num_threads(1)
 
@@ -60,19 +60,19 @@ def _delta_net(q, k, v, beta, cu, **kw):
 
 def _head_decay(q, k, v, g, cu, *, initial_state, output_final_state, scale, chunk=64):
     table = chunk_table(spans_of(cu, len(q)), chunk)
-    return mix(rel.HeadDecay(scale), (q, k, v, g), table, initial_state, want_final=output_final_state)
+    return mix(forms.HeadDecay(scale), (q, k, v, g), table, initial_state, want_final=output_final_state)
 
 
 def _linear(q, k, v, cu, **kw):
-    return rel.lightning_attention(q, k, v, None, cu, **kw)
+    return forms.lightning_attention(q, k, v, None, cu, **kw)
 
 
 GDN = Case("gated delta rule", "head", True, GatedDeltaRule(0.4), gated_delta_rule)
 DELTA = Case("delta rule", "none", True, GatedDeltaRule(0.4), _delta_net)
-KDA = Case("kda", "channel", True, rel.KimiDelta(0.4), rel.kimi_delta_attention)
-GLA = Case("gla", "channel", False, rel.ChannelDecay(0.4), rel.gated_linear_attention)
-HEAD = Case("decay per head", "head", False, rel.HeadDecay(0.4), _head_decay)
-LINEAR = Case("linear attention", "none", False, rel.LinearAttention(0.4), _linear)
+KDA = Case("kda", "channel", True, forms.KimiDelta(0.4), forms.kimi_delta_attention)
+GLA = Case("gla", "channel", False, forms.ChannelDecay(0.4), forms.gated_linear_attention)
+HEAD = Case("decay per head", "head", False, forms.HeadDecay(0.4), _head_decay)
+LINEAR = Case("linear attention", "none", False, forms.LinearAttention(0.4), _linear)
 CASES = [GDN, DELTA, KDA, GLA, HEAD, LINEAR]
 
 

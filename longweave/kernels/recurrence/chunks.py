@@ -13,15 +13,15 @@ rows of the state. A scan therefore does one batched operation per step: a docum
 steps, 500 documents of 50 tokens are one. Dots are padding: tokens of zeros, which no mixer can notice.
 
 Work is done in blocks of neighbouring chunks, so that what one block needs stays in the cache. A block holds
-either several whole steps or a part of one step. Everything here is decided from host integers, once: tables
-are cached, and index tensors are made once per device.
+either several whole steps or a part of one step. Everything here is decided from host integers, once: whoever keeps
+the table keeps its blocks and index tensors with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from longweave.errors import InputError
-from longweave.kernels.index import Indices
+from longweave.tensors import Indices
 
 Span = tuple[int, int]
 # Time per slot of a chunk of this size, relative to the best. Measured on CPU, forward and backward, with
@@ -40,8 +40,7 @@ COST_ELSEWHERE = {64: 1.0, 32: 1.3, 16: 2.0}
 
 @dataclass(frozen=True)
 class Piece:
-    """The chunks `lo:hi` of a block (counted from the block's start), which act on state rows
-    `row_lo:row_hi`.
+    """The chunks `lo:hi` of a block (counted from its start), which act on state rows `row_lo:row_hi`.
 
     Rows `row_lo:row_next` have a further chunk after this one; the others end here.
     """
@@ -203,22 +202,18 @@ def chunk_table(spans: Iterable[Sequence[int]], chunk: int | None = None, *, dev
 
     Example: `chunk_table([(0, 5), (5, 7), (7, 14)], chunk=4)` is the picture at the top.
     """
-    return _chunk_table(tuple((int(start), int(stop)) for start, stop in spans), chunk, device)
-
-
-@lru_cache(maxsize=128)
-def _chunk_table(spans: tuple[Span, ...], chunk: int | None, device: str) -> ChunkTable:
+    segments = tuple((int(start), int(stop)) for start, stop in spans)
     if chunk is None:
         cost = COST_PER_SLOT.get(device, COST_ELSEWHERE)
-        chunk = min(cost, key=lambda C: cost[C] * sum(-(-(b - a) // C) * C for a, b in spans))
+        chunk = min(cost, key=lambda C: cost[C] * sum(-(-(b - a) // C) * C for a, b in segments))
     if chunk < 1 or chunk & (chunk - 1):
         raise InputError(f"chunk size is {chunk}; give a power of two such as 64")
     end = 0
-    for start, stop in sorted(span for span in spans if span[0] != span[1]):
+    for start, stop in sorted(span for span in segments if span[0] != span[1]):
         if start < end or stop < start:
             raise InputError(f"span ({start}, {stop}) runs backwards or overlaps another; give disjoint spans")
         end = stop
-    return ChunkTable(spans, chunk)
+    return ChunkTable(segments, chunk)
 
 
 def spans_of(cu_seqlens: Sequence[int] | np.ndarray | Tensor | None, total: int) -> tuple[Span, ...]:

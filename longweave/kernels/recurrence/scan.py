@@ -1,13 +1,13 @@
 """The scan over chunks that every linear mixer shares, in stages that a caller may run one by one.
 
-    forward     prepare ──> summary (M, U) ──┐ states travel ┌──> run(initial_state) ──> out, final_state
+    forward     factors ──> summary (M, U) ──┐ states travel ┌──> run(initial_state) ──> out, final_state
                        └─────────────────────┴───────────────┘
-    backward    prepare ──> backward_summary C ──┐ gradients of states ┌──> backward_run ──> input gradients
+    backward    factors ──> backward_summary C ──┐ gradients of states ┌──> backward_run ──> input gradients
                                                  └── dS_in = Mᵀ dS + C ┘
 
-With one rank nothing travels: `run`, then `backward_run`. With many, a span is summed up, pairs are exchanged
-and composed (`affine.py`), and the span runs with its true incoming state. Forward and backward of one chunk,
-in the letters of `mixer.py`:
+With one rank nothing travels: `run`, then `backward_run`. With many, a span is summed up, summaries are exchanged
+and composed, and the span runs with its true incoming state. Forward and backward of one chunk, in the letters of
+`mixer.py`:
 
     V' = T (U − W S)                dV' = Aᵀ dO + K dS'             T = (I + L)⁻¹
     O  = Q S + A V'                 dU  = Tᵀ dV'
@@ -32,9 +32,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from longweave.kernels.chunks import Block, Piece
-from longweave.kernels.mixer import Factors
-from longweave.kernels.prepared import Prepared, Ready
+from longweave.kernels.recurrence.chunks import Block, Piece
+from longweave.kernels.recurrence.factors import ChunkedInputs, SolvedFactors
+from longweave.kernels.recurrence.mixer import Factors
 
 _Stage = TypeVar("_Stage", bound=Callable[..., Any])
 
@@ -43,9 +43,9 @@ def _exact(stage: _Stage) -> _Stage:
     """Stages are not traced by autograd, and autocast must not round their matmuls."""
 
     @wraps(stage)
-    def wrapped(prepared: Prepared, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad(), torch.autocast(prepared.device.type, enabled=False):
-            return stage(prepared, *args, **kwargs)
+    def wrapped(chunked: ChunkedInputs, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), torch.autocast(chunked.device.type, enabled=False):
+            return stage(chunked, *args, **kwargs)
 
     return cast("_Stage", wrapped)
 
@@ -61,7 +61,7 @@ class Run:
 
 @_exact
 def run(
-    prepared: Prepared,
+    chunked: ChunkedInputs,
     initial_state: Tensor | None = None,
     *,
     out: Tensor | None = None,
@@ -72,19 +72,19 @@ def run(
 
     With `out` (tokens, H, V), results go to the tokens of the table's spans and others are left alone.
     """
-    H = prepared.state_shape[0]
-    out = prepared.empty_out() if out is None else out
-    S = prepared.rows(initial_state)
+    H = chunked.state_shape[0]
+    out = chunked.empty_out() if out is None else out
+    S = chunked.rows(initial_state)
     states: list[Tensor | None] = []
-    for number, block in enumerate(prepared.blocks):
-        ready = prepared.ready(number, last_use=True)
-        f = ready.f
+    for number, block in enumerate(chunked.blocks):
+        solved = chunked.solve(number, last_use=True)
+        f = solved.factors
         zero = initial_state is None and block.pieces[0].first
         states.append(S[_rows(block, H)].clone() if want_states and not zero else None)
         read, written = torch.empty_like(f.values), _room_for_written(f)
         for piece, now, row in _walk(block, H):
             s = None if initial_state is None and piece.first else S[row]
-            _write(ready, now, s, written)
+            _write(solved, now, s, written)
             if s is None:
                 read[now] = 0
             else:
@@ -95,59 +95,61 @@ def run(
                 _advance(S[row][:count], f, going_on, written)
         read.baddbmm_(f.scores, written)
         block.scatter(read.view(block.n, H, *read.shape[1:]), out)
-    return Run(out, prepared.segments(S) if want_final else None, tuple(states))
+    return Run(out, chunked.segments(S) if want_final else None, tuple(states))
 
 
 @_exact
-def summary(prepared: Prepared, *, maps: Sequence[int] = (), all_maps: bool = False) -> tuple[Tensor, Tensor | None]:
-    """(U, M): the affine maps of the segments. U (segments, H, K, V) is the final state from a zero state.
+def summary(
+    chunked: ChunkedInputs, *, transitions: Sequence[int] = (), all_transitions: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(U, M): the summaries of the segments. U (segments, H, K, V) is the final state from a zero state.
 
-    M, in the form of the mixer's kind, only for the segments in `maps` and in that order (or all): the first
+    M, in the form of the mixer's kind, only for the segments in `transitions` and in that order (or all): the first
     segment of a document has no incoming state, so nobody asks for its M. None if the kind is "none" or none
     is asked for.
     """
-    H, K, _ = prepared.state_shape
-    table = prepared.table
-    wanted = list(range(len(table.spans))) if all_maps else list(maps)
+    H, K, _ = chunked.state_shape
+    table = chunked.table
+    wanted = list(range(len(table.spans))) if all_transitions else list(transitions)
     row_of = {int(segment): row for row, segment in enumerate(table.order)}
     rows = sorted(row_of[segment] for segment in wanted)  # rows that are alive are a prefix here, too
-    S = prepared.rows(None)
-    M = _identity(prepared, len(rows) * H, K)
-    for number, block in enumerate(prepared.blocks):
-        ready = prepared.ready(number)
-        written = _room_for_written(ready.f)
+    S = chunked.rows(None)
+    M = _identity(chunked, len(rows) * H, K)
+    for number, block in enumerate(chunked.blocks):
+        solved = chunked.solve(number)
+        written = _room_for_written(solved.factors)
         for piece, now, row in _walk(block, H):
-            _write(ready, now, None if piece.first else S[row], written)
-            _advance(S[row], ready.f, now, written)
+            _write(solved, now, None if piece.first else S[row], written)
+            _advance(S[row], solved.factors, now, written)
             lo, hi = bisect_left(rows, piece.row_lo), bisect_left(rows, piece.row_hi)
             if M is not None and lo < hi:
                 chunks = [piece.lo + r - piece.row_lo for r in rows[lo:hi]]
-                _advance_maps(M[lo * H : hi * H], ready, _pick(chunks, H, M.device), first=piece.first)
+                _advance_transitions(M[lo * H : hi * H], solved, _pick(chunks, H, M.device), first=piece.first)
     if M is not None:
         slots = torch.tensor([bisect_left(rows, row_of[segment]) for segment in wanted])
         M = M.view(len(rows), H, *M.shape[1:]).index_select(0, slots.to(M.device, non_blocking=True))
-    return prepared.segments(S), M
+    return chunked.segments(S), M
 
 
 @_exact
-def backward_summary(prepared: Prepared, d_out: Tensor) -> Tensor:
+def backward_summary(chunked: ChunkedInputs, d_out: Tensor) -> Tensor:
     """C (segments, H, K, V): the gradient of each segment's incoming state if its final state had none."""
-    H = prepared.state_shape[0]
-    dS = prepared.rows(None)
-    for number in reversed(range(len(prepared.blocks))):
-        block = prepared.blocks[number]
-        ready = prepared.ready(number)
-        dO = block.gather(d_out, prepared.dtype).flatten(0, 1)
-        d_written = torch.bmm(ready.f.scores.mT, dO)
-        dU = d_written if ready.T is None else torch.empty_like(d_written)
+    H = chunked.state_shape[0]
+    dS = chunked.rows(None)
+    for number in reversed(range(len(chunked.blocks))):
+        block = chunked.blocks[number]
+        solved = chunked.solve(number)
+        dO = block.gather(d_out, chunked.dtype).flatten(0, 1)
+        d_written = torch.bmm(solved.factors.scores.mT, dO)
+        dU = d_written if solved.T is None else torch.empty_like(d_written)
         for _, now, row in reversed(list(_walk(block, H))):
-            _retreat(dS[row], ready, now, dO, d_written, dU)
-    return prepared.segments(dS)
+            _retreat(dS[row], solved, now, dO, d_written, dU)
+    return chunked.segments(dS)
 
 
 @_exact
 def backward_run(
-    prepared: Prepared,
+    chunked: ChunkedInputs,
     states: Sequence[Tensor | None],
     d_out: Tensor,
     d_final_state: Tensor | None = None,
@@ -156,21 +158,21 @@ def backward_run(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Gradients of the inputs (each like its input) and of the initial state (segments, H, K, V).
 
-    `prepared` must be one with `pullbacks`, `states` those of `run`. With `grads`, results go to the tokens
+    `chunked` must be one with `pullbacks`, `states` those of `run`. With `grads`, results go to the tokens
     of the table's spans in these tensors.
     """
-    H, K, V = prepared.state_shape
-    grads = prepared.empty_grads() if grads is None else grads
-    dS = prepared.rows(d_final_state)
-    for number in reversed(range(len(prepared.blocks))):
-        block = prepared.blocks[number]
-        ready = prepared.ready(number, last_use=True)
-        f = ready.f
-        assert ready.pullback is not None, "backward_run needs Prepared(..., pullbacks=True)"
-        dO = block.gather(d_out, prepared.dtype).flatten(0, 1)
-        S, written = _replay(ready, block, H, states[number], (K, V))
+    H, K, V = chunked.state_shape
+    grads = chunked.empty_grads() if grads is None else grads
+    dS = chunked.rows(d_final_state)
+    for number in reversed(range(len(chunked.blocks))):
+        block = chunked.blocks[number]
+        solved = chunked.solve(number, last_use=True)
+        f = solved.factors
+        assert solved.pullback is not None, "backward_run needs ChunkedInputs(..., pullbacks=True)"
+        dO = block.gather(d_out, chunked.dtype).flatten(0, 1)
+        S, written = _replay(solved, block, H, states[number], (K, V))
         d_written = torch.bmm(f.scores.mT, dO)
-        dU = d_written if ready.T is None else torch.empty_like(d_written)
+        dU = d_written if solved.T is None else torch.empty_like(d_written)
         d_writes = torch.empty_like(f.writes)
         d_decay = None if f.decay is None else torch.empty_like(f.decay)
         for _, now, row in reversed(list(_walk(block, H))):
@@ -178,7 +180,7 @@ def backward_run(
             torch.bmm(written[now], ds.mT, out=d_writes[now])
             if d_decay is not None:
                 d_decay[now] = _decay_grad(ds, S[now], scalar=d_decay.shape[1] == 1)
-            _retreat(ds, ready, now, dO, d_written, dU)
+            _retreat(ds, solved, now, dO, d_written, dU)
         d_factors = Factors(
             reads=torch.bmm(dO, S.mT),
             scores=torch.bmm(dO, written.mT),
@@ -188,9 +190,9 @@ def backward_run(
             within=None if f.within is None else torch.bmm(dU, written.mT).neg_().tril_(-1),
             decay=d_decay,
         )
-        for dx, out in zip(ready.pullback(d_factors), grads, strict=True):
+        for dx, out in zip(solved.pullback(d_factors), grads, strict=True):
             block.scatter(dx, out)
-    return tuple(grads), prepared.segments(dS)
+    return tuple(grads), chunked.segments(dS)
 
 
 # The steps of one piece. `now` are its rows of the factors; s and ds are views of its rows of the state.
@@ -215,15 +217,15 @@ def _room_for_written(f: Factors) -> Tensor:
     return f.values if f.erase is None else torch.empty_like(f.values)
 
 
-def _write(ready: Ready, now: slice, s: Tensor | None, written: Tensor) -> None:
+def _write(solved: SolvedFactors, now: slice, s: Tensor | None, written: Tensor) -> None:
     """V' = T (U − W s) for the rows `now` of `written`; None is s = 0. Without W, V' is U, and already
     there.
     """
-    f = ready.f
-    if f.erase is None or ready.T is None:
+    f = solved.factors
+    if f.erase is None or solved.T is None:
         return
     X = f.values[now] if s is None else torch.baddbmm(f.values[now], f.erase[now], s, alpha=-1)
-    torch.bmm(ready.T[now], X, out=written[now])
+    torch.bmm(solved.T[now], X, out=written[now])
 
 
 def _advance(s: Tensor, f: Factors, now: slice, written: Tensor) -> None:
@@ -233,25 +235,27 @@ def _advance(s: Tensor, f: Factors, now: slice, written: Tensor) -> None:
     s.baddbmm_(f.writes[now].mT, written[now])
 
 
-def _retreat(ds: Tensor, ready: Ready, now: slice, dO: Tensor, d_written: Tensor, dU: Tensor) -> None:
+def _retreat(ds: Tensor, solved: SolvedFactors, now: slice, dO: Tensor, d_written: Tensor, dU: Tensor) -> None:
     """dV' ← Aᵀ dO (there already) + K dS', dU ← Tᵀ dV', then ds ← D ds + Qᵀ dO − Wᵀ dU, all in place."""
-    f = ready.f
+    f = solved.factors
     d_written[now].baddbmm_(f.writes[now], ds)
     if f.decay is not None:
         ds.mul_(f.decay[now])
     ds.baddbmm_(f.reads[now].mT, dO[now])
-    if f.erase is not None and ready.T is not None:
-        torch.bmm(ready.T[now].mT, d_written[now], out=dU[now])
+    if f.erase is not None and solved.T is not None:
+        torch.bmm(solved.T[now].mT, d_written[now], out=dU[now])
         ds.baddbmm_(f.erase[now].mT, dU[now], alpha=-1)
 
 
-def _replay(ready: Ready, block: Block, H: int, start: Tensor | None, state: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _replay(
+    solved: SolvedFactors, block: Block, H: int, start: Tensor | None, state: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
     """States at the start of every chunk of a block, and V'."""
-    f = ready.f
+    f = solved.factors
     S, written = f.values.new_empty((block.n * H, *state)), _room_for_written(f)
     S[: block.pieces[0].hi * H] = 0 if start is None else start
     for piece, now, _ in _walk(block, H):
-        _write(ready, now, S[now], written)
+        _write(solved, now, S[now], written)
         own = _going_on(piece, H)
         then = slice(now.stop, now.stop + own.stop - own.start)  # the chunks of the next step follow in the block
         if then.start < then.stop <= len(S):
@@ -267,13 +271,13 @@ def _decay_grad(ds: Tensor, S: Tensor, *, scalar: bool) -> Tensor:
     return (ds * S).sum(-1, keepdim=True)
 
 
-def _identity(prepared: Prepared, batch: int, K: int) -> Tensor | None:
-    """`batch` identity maps in the form of the mixer's kind; None if there is nothing to hold."""
-    kind = prepared.mixer.kind
+def _identity(chunked: ChunkedInputs, batch: int, K: int) -> Tensor | None:
+    """`batch` identity transitions in the form of the mixer's kind; None if there is nothing to hold."""
+    kind = chunked.mixer.kind
     if kind == "none" or batch == 0:
         return None
     one = torch.eye(K) if kind == "dense" else torch.ones((K if kind == "diagonal" else 1, 1))
-    return one.to(prepared.device, prepared.dtype).repeat(batch, 1, 1)
+    return one.to(chunked.device, chunked.dtype).repeat(batch, 1, 1)
 
 
 def _pick(chunks: list[int], H: int, device: torch.device) -> slice | Tensor:
@@ -284,12 +288,12 @@ def _pick(chunks: list[int], H: int, device: torch.device) -> slice | Tensor:
     return index.flatten().to(device, non_blocking=True)
 
 
-def _advance_maps(m: Tensor, ready: Ready, now: slice | Tensor, *, first: bool) -> None:
+def _advance_transitions(m: Tensor, solved: SolvedFactors, now: slice | Tensor, *, first: bool) -> None:
     """m ← (D − Kᵀ T W) m, in place; m is still the identity at the first chunk."""
-    f = ready.f
+    f = solved.factors
     erased = None
-    if f.erase is not None and ready.T is not None:
-        erased = torch.bmm(ready.T[now], f.erase[now] if first else torch.bmm(f.erase[now], m))
+    if f.erase is not None and solved.T is not None:
+        erased = torch.bmm(solved.T[now], f.erase[now] if first else torch.bmm(f.erase[now], m))
     if f.decay is not None:
         m.mul_(f.decay[now])
     if erased is not None:

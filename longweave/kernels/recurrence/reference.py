@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.kernels.chunks import spans_of
+from longweave.kernels.recurrence.chunks import spans_of
 
 L2_EPS = 1e-6  # what Hugging Face's models and flash-linear-attention add under the root
 

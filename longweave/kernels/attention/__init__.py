@@ -1,4 +1,7 @@
-"""One door to every attention kernel: `attend` and `attend_backward`, and the accumulating forms that strategies use.
+"""The entry to every attention backend: `attend` and `attend_backward`, and the `Kernel` that strategies use.
+
+    attend            Partial.empty ──▶ Kernel.forward(into, q, k, v, tasks) … once per arriving K/V ──▶ out, lse
+    attend_backward   QuerySide(grad_out, q, out, lse) ──▶ Kernel.backward((dq, dk, dv), queries, k, v, tasks) …
 
 Tensors are head-first: q (H, Tq, D), k (Hk, Tk, D), v (Hk, Tk, Dv), H a multiple of Hk. K/V heads are never repeated.
 """
@@ -13,10 +16,9 @@ import torch
 from torch import Tensor
 
 from longweave.errors import BackendError, InputError
-from longweave.kernels import cpu_flash, cuda_flash, flex, reference
-from longweave.kernels.dtypes import accumulation_dtype
-from longweave.kernels.merge import Partial
-from longweave.kernels.tasks import Tasks
+from longweave.kernels.attention import cpu_flash, cuda_flash, flex, reference
+from longweave.kernels.attention.partial import Partial, QuerySide, Tasks
+from longweave.tensors import accumulation_dtype
 
 log = logging.getLogger("longweave.kernels")
 
@@ -41,27 +43,17 @@ class Kernel:
         if not len(tasks):
             return
         for a, b, c, d in self._runs(q, k):
-            part = Partial(into.out[a:b], into.lse[a:b])
-            self._forward(part, q[a:b], k[c:d], v[c:d], tasks, fresh)
+            self._forward(into.heads(a, b), q[a:b], k[c:d], v[c:d], tasks, fresh)
 
     def backward(
-        self,
-        into: tuple[Tensor, Tensor, Tensor],
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tasks: Tasks,
+        self, into: tuple[Tensor, Tensor, Tensor], queries: QuerySide, k: Tensor, v: Tensor, tasks: Tasks
     ) -> None:
-        """Add to `into` = (dq, dk, dv) what these tasks contribute; `out` and `lse` are the merged ones."""
+        """Add to `into` = (dq, dk, dv) what these tasks contribute."""
         if not len(tasks):
             return
         dq, dk, dv = into
-        for a, b, c, d in self._runs(q, k):
-            part = (dq[a:b], dk[c:d], dv[c:d])
-            self._backward(part, grad_out[a:b], q[a:b], k[c:d], v[c:d], out[a:b], lse[a:b], tasks)
+        for a, b, c, d in self._runs(queries.q, k):
+            self._backward((dq[a:b], dk[c:d], dv[c:d]), queries.heads(a, b), k[c:d], v[c:d], tasks)
 
     def _runs(self, q: Tensor, k: Tensor) -> tuple[tuple[int, int, int, int], ...]:
         return ((0, q.shape[0], 0, k.shape[0]),) if self.runs is None else self.runs
@@ -77,25 +69,16 @@ class Kernel:
             cuda_flash.forward(into, q, k, v, tasks, self.scale, self.softcap, self.backend)
 
     def _backward(
-        self,
-        into: tuple[Tensor, Tensor, Tensor],
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tasks: Tasks,
+        self, into: tuple[Tensor, Tensor, Tensor], queries: QuerySide, k: Tensor, v: Tensor, tasks: Tasks
     ) -> None:
-        args = (into, grad_out, q, k, v, out, lse, tasks, self.scale)
         if self.backend == "cpu_flash":
-            cpu_flash.backward(*args)
+            cpu_flash.backward(into, queries, k, v, tasks, self.scale)
         elif self.backend == "reference":
-            reference.backward(*args, self.softcap)
+            reference.backward(into, queries, k, v, tasks, self.scale, self.softcap)
         elif self.backend == "flex":
-            flex.backward(*args, self.softcap)
+            flex.backward(into, queries, k, v, tasks, self.scale, self.softcap)
         else:
-            cuda_flash.backward(*args, self.softcap, self.backend)
+            cuda_flash.backward(into, queries, k, v, tasks, self.scale, self.softcap, self.backend)
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, backend: str = "auto") -> Kernel:
@@ -138,12 +121,9 @@ def attend(
 
 
 def attend_backward(
-    grad_out: Tensor,
-    q: Tensor,
+    queries: QuerySide,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     tasks: Tasks,
     *,
     scale: float | None = None,
@@ -151,9 +131,10 @@ def attend_backward(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in float32 (float64 for float64)."""
+    q = queries.q
     kernel = choose(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, softcap, backend)
     grads = zeros_like_sum(q), zeros_like_sum(k), zeros_like_sum(v)
-    kernel.backward(grads, grad_out, q, k, v, out, lse, tasks)
+    kernel.backward(grads, queries, k, v, tasks)
     return grads
 
 

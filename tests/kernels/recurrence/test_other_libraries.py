@@ -7,9 +7,9 @@ import torch
 from linear_cases import GDN, KDA, with_grads, worst
 
 from longweave.errors import BackendError
-from longweave.kernels import fla
-from longweave.kernels.delta_rule import gated_delta_rule
-from longweave.kernels.recurrent import recurrent
+from longweave.kernels.recurrence import fla
+from longweave.kernels.recurrence.delta_rule import gated_delta_rule
+from longweave.kernels.recurrence.reference import recurrent
 
 
 @pytest.mark.parametrize("l2norm", [False, True])

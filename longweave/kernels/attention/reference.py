@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longweave.kernels.dtypes import accumulation_dtype
-from longweave.kernels.merge import Partial
-from longweave.kernels.tasks import NO_LIMIT, Tasks
+from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, Tasks
+from longweave.tensors import accumulation_dtype
 
 Q_BLOCK, K_BLOCK = 128, 512
 
@@ -35,27 +34,24 @@ def forward(
 
 def backward(
     into: tuple[Tensor, Tensor, Tensor],
-    grad_out: Tensor,
-    q: Tensor,
+    queries: QuerySide,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     tasks: Tasks,
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Add to `into` = (dq, dk, dv) what these tasks contribute. `out` and `lse` are the merged ones."""
+    """Add to `into` = (dq, dk, dv) what these tasks contribute."""
     dq, dk, dv = into
+    q = queries.q
     dtype = accumulation_dtype(q.dtype)
-    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     for rows, keys, hidden in _blocks(tasks, q.device):
         logits, slope = _logits(q[:, rows], k[:, keys], hidden, scale, softcap)
-        weights = torch.exp(logits - lse[:, rows, None])
-        grad = grad_out[:, rows].to(dtype)
+        weights = torch.exp(logits - queries.lse[:, rows, None])
+        grad = queries.grad_out[:, rows].to(dtype)
         dv[:, keys] += _group(weights, v).transpose(1, 2) @ _group(grad, v)
         grad_weights = (_group(grad, v) @ v[:, keys].to(dtype).transpose(1, 2)).view_as(weights)
-        grad_logits = weights * (grad_weights - delta[:, rows])
+        grad_logits = weights * (grad_weights - queries.delta[:, rows, None])
         if slope is not None:
             grad_logits = grad_logits * slope
         dq[:, rows] += scale * (_group(grad_logits, k) @ k[:, keys].to(dtype)).view_as(q[:, rows])

@@ -8,11 +8,10 @@ import pytest
 import torch
 from linear_cases import CASES, GDN, LINEAR, Case, engine_inputs, worst
 
-from longweave.kernels.affine import Affine, map_shape, times
-from longweave.kernels.chunks import chunk_table
-from longweave.kernels.mixer import Mixer
-from longweave.kernels.prepared import Prepared
-from longweave.kernels.scan import backward_run, backward_summary, run, summary
+from longweave.kernels.recurrence.chunks import chunk_table
+from longweave.kernels.recurrence.factors import ChunkedInputs
+from longweave.kernels.recurrence.mixer import Mixer, times, transition_shape
+from longweave.kernels.recurrence.scan import backward_run, backward_summary, run, summary
 
 BY_NAME = {"ids": lambda case: case.name}
 WHOLE = (0, 101)
@@ -29,38 +28,32 @@ def setup(case: Case) -> tuple[Mixer, tuple[torch.Tensor, ...], torch.Tensor, to
 
 
 @pytest.mark.parametrize("case", CASES, **BY_NAME)
-def test_fragments_joined_by_their_maps_equal_the_whole(case: Case) -> None:
+def test_fragments_joined_by_their_summaries_equal_the_whole(case: Case) -> None:
     mixer, inputs, start, d_final, d_out = setup(case)
     one = chunk_table([WHOLE], 16)
-    whole = run(Prepared(mixer, inputs, one), start)
+    whole = run(ChunkedInputs(mixer, inputs, one), start)
     expected_grads, expected_d_start = backward_run(
-        Prepared(mixer, inputs, one, pullbacks=True), whole.states, d_out, d_final
+        ChunkedInputs(mixer, inputs, one, pullbacks=True), whole.states, d_out, d_final
     )
 
     order = [3, 0, 4, 2, 1]  # fragments lie in any order
     table = chunk_table([FRAGMENTS[i] for i in order], 16)
     place = [order.index(i) for i in range(5)]
-    forward = Prepared(mixer, inputs, table, keep=True)
-    U, M = summary(forward, all_maps=True)
-    maps = [Affine(mixer.kind, None if M is None else M[at], U[at]) for at in place]
+    forward = ChunkedInputs(mixer, inputs, table, keep=True)
+    U, M = summary(forward, all_transitions=True)
+    transitions = [None if M is None else M[at] for at in place]
     arriving = [start[0]]
-    for affine in maps:
-        arriving.append(affine.apply(arriving[-1]))
+    for at, transition in zip(place, transitions, strict=True):
+        arriving.append(times(mixer.kind, transition, arriving[-1]) + U[at])
     done = run(forward, torch.stack([arriving[i] for i in order]))
     assert not forward._kept
     assert worst([done.out, arriving[-1]], [whole.out, whole.final_state[0]]) < 1e-10
 
-    joined = maps[0]
-    for affine in maps[1:]:
-        joined = affine.after(joined)
-    assert worst([joined.apply(start[0]), joined.U], [whole.final_state[0], run_from_zero(case)]) < 1e-10
-
-    back = Prepared(mixer, inputs, table, keep=True, pullbacks=True)
+    back = ChunkedInputs(mixer, inputs, table, keep=True, pullbacks=True)
     C = backward_summary(back, d_out)
     leaving = [d_final[0]]
     for i in reversed(range(5)):
-        pair = Affine(mixer.kind, maps[i].M, C[place[i]])
-        leaving.append(pair.apply_transposed(leaving[-1]))
+        leaving.append(times(mixer.kind, transitions[i], leaving[-1], transposed=True) + C[place[i]])
     leaving = leaving[::-1]  # leaving[i] is the gradient of the state that fragment i receives
     grads, d_start = backward_run(back, done.states, d_out, torch.stack([leaving[i + 1] for i in order]))
     assert not back._kept
@@ -68,44 +61,37 @@ def test_fragments_joined_by_their_maps_equal_the_whole(case: Case) -> None:
     assert worst([leaving[0]], [expected_d_start[0]]) < 1e-10
 
 
-def run_from_zero(case: Case) -> torch.Tensor:
-    mixer, inputs, *_ = setup(case)
-    final = run(Prepared(mixer, inputs, chunk_table([WHOLE], 16))).final_state
-    assert final is not None
-    return final[0]
-
-
 @pytest.mark.parametrize("case", CASES, **BY_NAME)
-def test_maps_come_for_the_segments_asked_for_in_their_order(case: Case) -> None:
+def test_transitions_come_for_the_segments_asked_for_in_their_order(case: Case) -> None:
     mixer, inputs, *_ = setup(case)
-    prepared = Prepared(mixer, inputs, chunk_table(FRAGMENTS, 8))
-    U, everything = summary(prepared, all_maps=True)
+    chunked = ChunkedInputs(mixer, inputs, chunk_table(FRAGMENTS, 8))
+    U, everything = summary(chunked, all_transitions=True)
     for wanted in ([4, 1], [3], [0, 2, 3, 4], [1, 3, 4]):
-        V, some = summary(prepared, maps=wanted)
+        V, some = summary(chunked, transitions=wanted)
         assert torch.equal(U, V)
         if mixer.kind == "none":
             assert some is None
         else:
-            assert some.shape == (len(wanted), 2, *map_shape(mixer.kind, 6))
+            assert some.shape == (len(wanted), 2, *transition_shape(mixer.kind, 6))
             assert worst([some], [everything[wanted]]) < 1e-14
-    assert summary(prepared)[1] is None
+    assert summary(chunked)[1] is None
 
 
 @pytest.mark.parametrize("case", CASES, **BY_NAME)
-def test_the_map_is_what_the_run_does_to_a_state(case: Case) -> None:
+def test_the_summary_is_what_the_run_does_to_a_state(case: Case) -> None:
     mixer, inputs, start, _, _ = setup(case)
-    prepared = Prepared(mixer, inputs, chunk_table([WHOLE], 16))
-    U, M = summary(prepared, all_maps=True)
-    final = run(prepared, start).final_state
+    chunked = ChunkedInputs(mixer, inputs, chunk_table([WHOLE], 16))
+    U, M = summary(chunked, all_transitions=True)
+    final = run(chunked, start).final_state
     assert worst([times(mixer.kind, M, start) + U], [final]) < 1e-10
 
 
 def test_a_token_with_beta_0_and_g_0_is_the_identity() -> None:
     q, k, v, g, beta = GDN.inputs(70, 1, 2, K=6, V=5)
-    prepared = Prepared(GDN.mixer, (q, k, v, g * 0, beta * 0), chunk_table([(0, 70)], 16))
+    chunked = ChunkedInputs(GDN.mixer, (q, k, v, g * 0, beta * 0), chunk_table([(0, 70)], 16))
     start = torch.randn(1, 2, 6, 5, dtype=torch.float64)
-    U, M = summary(prepared, all_maps=True)
-    assert torch.equal(run(prepared, start).final_state, start)
+    U, M = summary(chunked, all_transitions=True)
+    assert torch.equal(run(chunked, start).final_state, start)
     assert torch.equal(U, torch.zeros_like(U))
     assert torch.equal(M, torch.eye(6, dtype=torch.float64).expand(1, 2, 6, 6))
 
@@ -114,21 +100,21 @@ def test_tables_over_parts_of_the_tokens_fill_one_output() -> None:
     """A caller may run what needs no incoming state first, and the rest when the states have arrived."""
     mixer, inputs, _, _, d_out = setup(GDN)
     spans = [(0, 30), (30, 80), (80, 101)]
-    together = run(Prepared(mixer, inputs, chunk_table(spans, 16)))
+    together = run(ChunkedInputs(mixer, inputs, chunk_table(spans, 16)))
     table = chunk_table(spans, 16)
-    grads, _ = backward_run(Prepared(mixer, inputs, table, pullbacks=True), together.states, d_out)
+    grads, _ = backward_run(ChunkedInputs(mixer, inputs, table, pullbacks=True), together.states, d_out)
     out, parts = torch.full_like(together.out, torch.nan), [torch.full_like(x, torch.nan) for x in inputs]
     for group in ([spans[1]], [spans[2], spans[0]]):
-        piece = run(Prepared(mixer, inputs, chunk_table(group, 16)), out=out)
-        back = Prepared(mixer, inputs, chunk_table(group, 16), pullbacks=True)
+        piece = run(ChunkedInputs(mixer, inputs, chunk_table(group, 16)), out=out)
+        back = ChunkedInputs(mixer, inputs, chunk_table(group, 16), pullbacks=True)
         backward_run(back, piece.states, d_out, grads=parts)
     assert worst([out, *parts], [together.out, *grads]) < 1e-12
 
 
 def test_tokens_outside_the_spans_come_out_zero() -> None:
     mixer, inputs, _, _, d_out = setup(LINEAR)
-    done = run(Prepared(mixer, inputs, chunk_table([(20, 60)], 16)))
-    back = Prepared(mixer, inputs, chunk_table([(20, 60)], 16), pullbacks=True)
+    done = run(ChunkedInputs(mixer, inputs, chunk_table([(20, 60)], 16)))
+    back = ChunkedInputs(mixer, inputs, chunk_table([(20, 60)], 16), pullbacks=True)
     grads, _ = backward_run(back, done.states, d_out)
     for x in (done.out, *grads):
         assert not x[:20].any()
@@ -138,8 +124,8 @@ def test_tokens_outside_the_spans_come_out_zero() -> None:
 
 def test_states_are_float32_for_bfloat16_inputs() -> None:
     inputs = GDN.inputs(40, dtype=torch.bfloat16)
-    prepared = Prepared(GDN.mixer, tuple(inputs), chunk_table([(0, 40)], 16))
-    U, M = summary(prepared, all_maps=True)
-    done = run(prepared)
+    chunked = ChunkedInputs(GDN.mixer, tuple(inputs), chunk_table([(0, 40)], 16))
+    U, M = summary(chunked, all_transitions=True)
+    done = run(chunked)
     assert {U.dtype, M.dtype, done.final_state.dtype} == {torch.float32}
     assert done.out.dtype == torch.bfloat16

@@ -1,15 +1,17 @@
-"""Inputs of a mixer, cut into blocks of chunks, and the factors of each block when a stage asks for them."""
+"""Inputs of a mixer, cut into blocks of chunks, and the solved factors of each block when a stage asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from longweave.kernels.chunks import Block, ChunkTable
-from longweave.kernels.mixer import Factors, Mixer, Pullback
+from longweave.kernels.recurrence.chunks import Block, ChunkTable
+from longweave.kernels.recurrence.mixer import Factors, Mixer, Pullback
+from longweave.tensors import accumulation_dtype
 
 # Size of a block in tokens × heads. On CPU a factor then takes 512 KiB (128 floats each), measured best.
 BLOCK = {"cpu": 1024}
@@ -19,16 +21,16 @@ LEAST_CHUNKS = 4
 
 
 @dataclass
-class Ready:
+class SolvedFactors:
     """Factors of one block, T = (I + L)⁻¹ of its chunks (B, C, C), and the way back to the inputs."""
 
-    f: Factors
+    factors: Factors
     T: Tensor | None
     pullback: Pullback | None
 
 
 @dataclass
-class Prepared:
+class ChunkedInputs:
     """Inputs (tokens, heads, ...) of a mixer over the segments of a table.
 
     With `keep`, the factors made by one stage serve the next one too; without, they live for one block.
@@ -41,7 +43,7 @@ class Prepared:
     table: ChunkTable
     keep: bool = False
     pullbacks: bool = False
-    _kept: dict[int, Ready] = field(default_factory=dict, repr=False)
+    _kept: dict[int, SolvedFactors] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -50,7 +52,7 @@ class Prepared:
     @property
     def dtype(self) -> torch.dtype:
         """Of states, factors and summaries."""
-        return torch.float64 if any(x.dtype == torch.float64 for x in self.inputs) else torch.float32
+        return accumulation_dtype(reduce(torch.promote_types, (x.dtype for x in self.inputs)))
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -62,18 +64,18 @@ class Prepared:
         size = BLOCK.get(self.device.type, BLOCK_ELSEWHERE)
         return self.table.blocks(max(LEAST_CHUNKS, size // (self.table.chunk * self.state_shape[0])))
 
-    def ready(self, number: int, *, last_use: bool = False) -> Ready:
+    def solve(self, number: int, *, last_use: bool = False) -> SolvedFactors:
         """The factors of block `number`; after its `last_use` they are not kept any longer."""
-        ready = self._kept.pop(number, None) if last_use else self._kept.get(number)
-        if ready is None:
+        solved = self._kept.pop(number, None) if last_use else self._kept.get(number)
+        if solved is None:
             inputs = [self.blocks[number].gather(x, self.dtype) for x in self.inputs]
             if self.pullbacks:
-                ready = _solved(*self.mixer.linearize(inputs))
+                solved = _solved(*self.mixer.linearize(inputs))
             else:
-                ready = _solved(self.mixer.prepare(inputs), None)
+                solved = _solved(self.mixer.factors(inputs), None)
             if self.keep and not last_use:
-                self._kept[number] = ready
-        return ready
+                self._kept[number] = solved
+        return solved
 
     def rows(self, per_segment: Tensor | None) -> Tensor:
         """(segments, H, K, V), or None for zeros -> a fresh (rows · H, K, V) in the dtype of states."""
@@ -98,11 +100,11 @@ class Prepared:
         return [make(x, memory_format=torch.contiguous_format) for x in self.inputs]
 
 
-def _solved(f: Factors, pullback: Pullback | None) -> Ready:
+def _solved(f: Factors, pullback: Pullback | None) -> SolvedFactors:
     if f.within is None:
-        return Ready(f, None, pullback)
+        return SolvedFactors(f, None, pullback)
     # The inverse costs less than solving for wide right-hand sides, and backward applies it again.
-    return Ready(f, _unit_lower_inverse(f.within), pullback)
+    return SolvedFactors(f, _unit_lower_inverse(f.within), pullback)
 
 
 def _unit_lower_inverse(L: Tensor) -> Tensor:

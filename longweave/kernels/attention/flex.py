@@ -21,10 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longweave.kernels.merge import Partial
-from longweave.kernels.tasks import NO_LIMIT, Tasks
+from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, Rows, Tasks
 
-Rows = npt.NDArray[np.int64]
 BLOCK = 128
 
 
@@ -65,37 +63,33 @@ def mask_function(intervals: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor
 
 
 def forward(into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float, softcap: float | None) -> None:
-    queries, _ = tasks.compiled(compile_intervals)
-    out, lse = flex_call(q[:, :queries], k, v, tasks, scale, softcap)
-    into.add_some(0, queries, out, lse)
+    count, _ = tasks.compiled(compile_intervals)
+    out, lse = flex_call(q[:, :count], k, v, tasks, scale, softcap)
+    into.add_some(0, count, out, lse)
 
 
 def backward(
     into: tuple[Tensor, Tensor, Tensor],
-    grad_out: Tensor,
-    q: Tensor,
+    queries: QuerySide,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     tasks: Tasks,
     scale: float,
     softcap: float | None,
 ) -> None:
-    queries, _ = tasks.compiled(compile_intervals)
-    inputs = q[:, :queries].detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
+    count, _ = tasks.compiled(compile_intervals)
+    inputs = queries.q[:, :count].detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
     with torch.enable_grad():
         block_out, block_lse = flex_call(*inputs, tasks, scale, softcap)
-    grad, merged = grad_out[:, :queries].to(lse.dtype), out[:, :queries].to(lse.dtype)
-    total = lse[:, :queries]
-    weight = torch.where(total > -torch.inf, torch.exp(block_lse.detach().to(lse.dtype) - total), 0.0)
+    lse, grad = queries.lse[:, :count], queries.grad_out[:, :count].to(queries.lse.dtype)
+    weight = torch.where(lse > -torch.inf, torch.exp(block_lse.detach().to(lse.dtype) - lse), 0.0)
     grad_block_out = weight[..., None] * grad
     own = (grad * block_out.detach().to(lse.dtype)).sum(-1)
-    grad_block_lse = weight * (own - (grad * merged).sum(-1))
+    grad_block_lse = weight * (own - queries.delta[:, :count])
     grads = torch.autograd.grad(
         (block_out, block_lse), inputs, (grad_block_out.to(block_out.dtype), grad_block_lse.to(block_lse.dtype))
     )
-    into[0][:, :queries] += grads[0]
+    into[0][:, :count] += grads[0]
     into[1].add_(grads[1])
     into[2].add_(grads[2])
 
@@ -124,7 +118,7 @@ def flex_call(
     return out[0], aux.lse[0]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # one function, for the life of the process
 def _compiled(flex_attention: Any) -> Any:
     return torch.compile(flex_attention, dynamic=True)
 

@@ -31,14 +31,11 @@ import torch
 from torch import Tensor
 
 from longweave.errors import InputError
-from longweave.kernels import fla
-from longweave.kernels.affine import Kind
-from longweave.kernels.checks import check_mixer
-from longweave.kernels.chunks import chunk_table, spans_of
-from longweave.kernels.decay import cumulative, pairwise
-from longweave.kernels.local import mix
-from longweave.kernels.mixer import Factors, Mixer, Pullback
-from longweave.kernels.recurrent import L2_EPS, recurrent
+from longweave.kernels.recurrence import check_mixer, fla, mix
+from longweave.kernels.recurrence.chunks import chunk_table, spans_of
+from longweave.kernels.recurrence.decay import cumulative, pairwise
+from longweave.kernels.recurrence.mixer import Factors, Kind, Mixer, Pullback
+from longweave.kernels.recurrence.reference import L2_EPS, recurrent
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class GatedDeltaRule(Mixer):
         _, k, v, _, _ = inputs
         return v.shape[1], k.shape[-1], v.shape[-1]
 
-    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+    def factors(self, inputs: Sequence[Tensor]) -> Factors:
         return self.linearize(inputs)[0]
 
     def linearize(self, inputs: Sequence[Tensor]) -> tuple[Factors, Pullback]:

@@ -11,15 +11,18 @@ caller may pass (received from another rank, say), zeros by default::
 
 Inner tokens read only tokens of their own segment, so all of them are done as W shifted multiply-adds over
 the whole buffer, in strips that stay in the cache. Edge tokens, few, are done through a small window table
-that is made once from host integers. Backward is the same in reverse: z is computed again, nothing but the
-inputs is kept, and no sum depends on the order of threads.
+that is made once from host integers: `conv_edges`, which a caller may keep for a batch. Backward is the same in
+reverse: z is computed again, nothing but the inputs is kept, and no sum depends on the order of threads.
+
+`conv_forward` and `conv_backward` are plain functions for whoever builds an autograd Function with more in it, such as
+the exchange of halos. `causal_conv1d` is that Function with nothing more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,8 +31,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longweave.errors import InputError
-from longweave.kernels.chunks import Span, spans_of
-from longweave.kernels.index import Indices
+from longweave.kernels.recurrence.chunks import Span, spans_of
+from longweave.tensors import Indices, accumulation_dtype
 
 WIDTHS = range(2, 9)
 STRIP_ELEMENTS = 1 << 18  # 1 MiB of float32: the measured optimum between cache misses and calls
@@ -57,7 +60,7 @@ def causal_conv1d(
 
     Example: `causal_conv1d(x, weight, bias, [0, 700, 1000], activation="silu")`
     """
-    check(x, weight, bias, activation)
+    check_conv(x, weight, bias, activation)
     width = weight.shape[1]
     spans = spans_of(cu_seqlens, len(x))
     if halo is not None and tuple(halo.shape) != (len(spans), width - 1, x.shape[1]):
@@ -65,12 +68,11 @@ def causal_conv1d(
             f"halo has shape {tuple(halo.shape)}; it must be {(len(spans), width - 1, x.shape[1])}: "
             "one row of width − 1 tokens for each segment"
         )
-    edges = _edges(spans, width)
-    y: Tensor = _Conv.apply(x, weight, bias, halo, edges, activation == "silu")  # type: ignore[no-untyped-call]
+    y: Tensor = _Conv.apply(x, weight, bias, halo, conv_edges(spans, width), activation == "silu")  # type: ignore[no-untyped-call]
     return y
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
     """Raise InputError if shapes, width or activation do not fit."""
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1]:
         raise InputError(
@@ -101,8 +103,8 @@ class Edges:
         return Indices(self.tokens, self.windows, self.readers)
 
 
-@lru_cache(maxsize=128)
-def _edges(spans: tuple[Span, ...], width: int) -> Edges:
+def conv_edges(spans: Sequence[Span], width: int) -> Edges:
+    """The edges of segments given as (start, stop) of the packed tokens: what a convolution of this width needs."""
     starts = np.array([start for start, _ in spans], dtype=np.int64)
     lengths = np.array([stop - start for start, stop in spans], dtype=np.int64)
     counts = np.minimum(lengths, width - 1)
@@ -118,73 +120,86 @@ def _edges(spans: tuple[Span, ...], width: int) -> Edges:
     return Edges(starts[segment] + position, windows, readers)
 
 
+def conv_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, halo: Tensor | None, edges: Edges, silu: bool
+) -> Tensor:
+    """y (tokens, C) in the dtype of x, summed in float32 (float64 for float64). Shapes as in `causal_conv1d`."""
+    taps, offset = _taps(x, weight, bias)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for lo, hi, z in _inner(x, taps, offset):
+        y[lo:hi] = _silu_(z) if silu else z
+    tokens, windows, _ = edges.index.on(x.device)
+    z = (_pool(x, halo, edges, taps)[windows] * taps).sum(1)
+    z = z if offset is None else z.add_(offset)
+    return y.index_copy_(0, tokens, (_silu_(z) if silu else z).to(y.dtype))
+
+
+def conv_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, halo: Tensor | None, edges: Edges, silu: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, weight, bias and halo; None where there is no bias or halo.
+
+    Those of x and halo are still in float32 (float64 for float64): gradients of tokens that were another rank's halo
+    are added to that of x before the one cast.
+    """
+    taps, offset = _taps(x, weight, bias)
+    width = len(taps)
+    tokens, windows, readers = edges.index.on(x.device)
+
+    seen = _pool(x, halo, edges, taps)[windows]  # (edges, width, C)
+    dz_edge = dy.index_select(0, tokens).to(taps.dtype)
+    if silu:
+        z = (seen * taps).sum(1)
+        dz_edge = dz_edge * _silu_slope(z if offset is None else z + offset)
+    d_taps, d_offset = (seen * dz_edge.unsqueeze(1)).sum(0), dz_edge.sum(0)
+
+    # dz of inner tokens, with width − 1 rows of zeros behind it for the shifts.
+    dz = taps.new_zeros((len(x) + width - 1, x.shape[1]))
+    for lo, hi, z in _inner(x, taps, offset, needed=silu):
+        dz[lo:hi] = dy[lo:hi]
+        if silu:
+            dz[lo:hi] *= _silu_slope(z)
+    dz.index_fill_(0, tokens, 0)
+    dx = taps.new_empty(x.shape)
+    for lo, hi in _strips(len(x), x):
+        strip = x[lo:hi].to(taps.dtype)
+        back = torch.mul(dz[lo:hi], taps[-1], out=dx[lo:hi])
+        d_taps[-1] += (strip * dz[lo:hi]).sum(0)
+        for d in range(1, width):
+            back.addcmul_(dz[lo + d : hi + d], taps[-1 - d])
+            d_taps[-1 - d] += (strip * dz[lo + d : hi + d]).sum(0)
+        d_offset += dz[lo:hi].sum(0)
+
+    # What edge tokens give back to the rows that they read.
+    by_window = (dz_edge.unsqueeze(1) * taps).flatten(0, 1)
+    by_window = torch.cat([by_window, by_window.new_zeros((1, x.shape[1]))])
+    d_pool = by_window[readers].sum(1)
+    dx.index_add_(0, tokens, d_pool[: len(tokens)])  # tokens are distinct: no order to depend on
+    d_halo = None if halo is None else d_pool[len(tokens) :].view(halo.shape)
+    return dx, d_taps.t().to(weight.dtype), None if bias is None else d_offset.to(bias.dtype), d_halo
+
+
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        halo: Tensor | None,
-        edges: Edges,
-        silu: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halo: Tensor | None, edges: Edges, silu: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, halo)
         ctx.edges, ctx.silu = edges, silu
-        taps, offset = _wide(weight).t().contiguous(), None if bias is None else _wide(bias)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for lo, hi, z in _inner(x, taps, offset):
-            y[lo:hi] = _silu_(z) if silu else z
-        tokens, windows, _ = edges.index.on(x.device)
-        z = (_pool(x, halo, edges, taps)[windows] * taps).sum(1)
-        z = z if offset is None else z.add_(offset)
-        return y.index_copy_(0, tokens, (_silu_(z) if silu else z).to(y.dtype))
+        return conv_forward(x, weight, bias, halo, edges, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, halo = ctx.saved_tensors
-        taps, offset = _wide(weight).t().contiguous(), None if bias is None else _wide(bias)
-        width = len(taps)
-        tokens, windows, readers = ctx.edges.index.on(x.device)
-
-        seen = _pool(x, halo, ctx.edges, taps)[windows]  # (edges, width, C)
-        dz_edge = dy.index_select(0, tokens).to(taps.dtype)
-        if ctx.silu:
-            z = (seen * taps).sum(1)
-            dz_edge = dz_edge * _silu_slope(z if offset is None else z + offset)
-        d_taps, d_offset = (seen * dz_edge.unsqueeze(1)).sum(0), dz_edge.sum(0)
-
-        # dz of inner tokens, with width − 1 rows of zeros behind it for the shifts.
-        dz = taps.new_zeros((len(x) + width - 1, x.shape[1]))
-        for lo, hi, z in _inner(x, taps, offset, needed=ctx.silu):
-            dz[lo:hi] = dy[lo:hi]
-            if ctx.silu:
-                dz[lo:hi] *= _silu_slope(z)
-        dz.index_fill_(0, tokens, 0)
-        dx = taps.new_empty(x.shape)
-        for lo, hi in _strips(len(x), x):
-            strip = x[lo:hi].to(taps.dtype)
-            back = torch.mul(dz[lo:hi], taps[-1], out=dx[lo:hi])
-            d_taps[-1] += (strip * dz[lo:hi]).sum(0)
-            for d in range(1, width):
-                back.addcmul_(dz[lo + d : hi + d], taps[-1 - d])
-                d_taps[-1 - d] += (strip * dz[lo + d : hi + d]).sum(0)
-            d_offset += dz[lo:hi].sum(0)
-
-        # What edge tokens give back to the rows that they read.
-        by_window = (dz_edge.unsqueeze(1) * taps).flatten(0, 1)
-        by_window = torch.cat([by_window, by_window.new_zeros((1, x.shape[1]))])
-        d_pool = by_window[readers].sum(1)
-        edges = len(tokens)
-        dx.index_add_(0, tokens, d_pool[:edges])  # tokens are distinct: no order to depend on
-        d_halo = None if halo is None else d_pool[edges:].view(halo.shape).to(halo.dtype)
-        d_bias = None if bias is None else d_offset.to(bias.dtype)
-        return dx.to(x.dtype), d_taps.t().to(weight.dtype), d_bias, d_halo, None, None
+        dx, d_weight, d_bias, d_halo = conv_backward(dy, x, weight, bias, halo, ctx.edges, ctx.silu)
+        return dx.to(x.dtype), d_weight, d_bias, None if d_halo is None else d_halo.to(halo.dtype), None, None
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _taps(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """weight (width, C) and bias in the dtype in which everything is summed."""
+    dtype = accumulation_dtype(torch.promote_types(x.dtype, weight.dtype))
+    return weight.to(dtype).t().contiguous(), None if bias is None else bias.to(dtype)
 
 
 def _strips(tokens: int, x: Tensor) -> Iterator[tuple[int, int]]:

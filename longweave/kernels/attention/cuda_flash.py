@@ -16,11 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longweave.kernels.index import Indices
-from longweave.kernels.merge import Partial
-from longweave.kernels.tasks import NO_LIMIT, Tasks
-
-Rows = npt.NDArray[np.int64]
+from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, Rows, Tasks
+from longweave.tensors import Indices
 
 
 class Wave(NamedTuple):
@@ -44,7 +41,7 @@ def why_not_flash_attn(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return _why_not(q, v)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # a constant of the process
 def _has_flash_attn() -> bool:
     return find_spec("flash_attn") is not None
 
@@ -106,24 +103,22 @@ def forward(
 
 def backward(
     into: tuple[Tensor, Tensor, Tensor],
-    grad_out: Tensor,
-    q: Tensor,
+    queries: QuerySide,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     tasks: Tasks,
     scale: float,
     softcap: float | None,
     backend: str,
 ) -> None:
     dq, dk, dv = into
+    q, dtype = queries.q, queries.q.dtype
     for wave in tasks.compiled(compile_waves):
         args = _arguments(wave, q, k, v)
         dim = args["q"].shape[-1]
-        merged = {"out": _take(out.to(q.dtype), wave.q, dim), "grad_out": _take(grad_out.to(q.dtype), wave.q, dim)}
-        lse_wave = torch.cat([lse[:, a:b] for a, b in wave.q], 1).float()
-        gq, gk, gv = _call_backward(args, merged, lse_wave, wave, scale, softcap, backend)
+        out, grad_out = (_take(x.to(dtype), wave.q, dim) for x in (queries.out, queries.grad_out))
+        lse = torch.cat([queries.lse[:, a:b] for a, b in wave.q], 1).float()
+        gq, gk, gv = _call_backward(args, {"out": out, "grad_out": grad_out}, lse, wave, scale, softcap, backend)
         for total, grad, spans in ((dq, gq, wave.q), (dk, gk, wave.k), (dv, gv, wave.k)):
             at = 0
             for a, b in spans:

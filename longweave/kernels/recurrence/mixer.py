@@ -6,8 +6,8 @@ A chunk of C tokens with state S (K × V) at its start computes, for every head,
     O  = Q S + A V'             what they read                                                 (C × V)
     S' = D S + Kᵀ V'            the state they leave behind                                    (K × V)
 
-so a chunk is the affine map M = D − Kᵀ (I + L)⁻¹ W with bias Kᵀ (I + L)⁻¹ U. It is never formed: applying it
-costs three thin matmuls. Mixers differ in their factors:
+so a chunk takes S to M·S + U with the transition M = D − Kᵀ (I + L)⁻¹ W. It is never formed: applying it costs
+three thin matmuls. Mixers differ in their factors:
 
     factor   shape           delta rules                 additive rules (GLA, SSD, lightning, ...)
     reads    Q  (C × K)      decayed queries             decayed queries
@@ -18,7 +18,21 @@ costs three thin matmuls. Mixers differ in their factors:
     within   L  (C × C)      β, decayed k·k, i > j       None
     decay    D               1 × 1, K × 1, or None: no decay
 
-A new mixer writes `prepare` in torch operations. `linearize` then comes from autograd; a mixer for which
+A span of tokens does the same with its own (M, U), its summary, and so do neighbouring spans together:
+
+    (M₂, U₂) ∘ (M₁, U₁) = (M₂ M₁, M₂ U₁ + U₂)          the state flows forward
+    dS_in = Mᵀ dS_out + C                               its gradient flows back
+
+M comes in the smallest form that its mixer allows. Scalars and diagonals multiply elementwise, so that
+broadcasting makes their formulas the same:
+
+    kind        shape of M          mixers
+    none        None (identity)     linear attention without decay
+    scalar      (..., 1, 1)         Mamba2/SSD, lightning attention, RetNet
+    diagonal    (..., K, 1)         GLA
+    dense       (..., K, K)         DeltaNet, Gated DeltaNet, KDA
+
+A new mixer writes `factors` in torch operations. `linearize` then comes from autograd; a mixer for which
 speed matters overrides it with a hand-written pullback.
 """
 
@@ -27,12 +41,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from longweave.kernels.affine import Kind
+Kind = Literal["none", "scalar", "diagonal", "dense"]
+
+
+def times(kind: Kind, M: Tensor | None, S: Tensor, *, transposed: bool = False) -> Tensor:
+    """M·S, or Mᵀ·S. None is the identity."""
+    if M is None:
+        return S
+    if kind != "dense":
+        return M * S
+    return torch.matmul(M.mT if transposed else M, S)
+
+
+def transition_shape(kind: Kind, K: int) -> tuple[int, int] | None:
+    """Trailing shape of M: what one segment and head sends besides its U."""
+    return {"none": None, "scalar": (1, 1), "diagonal": (K, 1), "dense": (K, K)}[kind]
 
 
 @dataclass
@@ -55,9 +83,7 @@ Pullback = Callable[[Factors], Sequence[Tensor]]
 
 
 class Mixer(ABC):
-    """One kind of linear attention. Inputs are gathered chunks: (chunks, heads, C) or (chunks, heads, C,
-    dim).
-    """
+    """One kind of linear attention. Inputs are gathered chunks: (chunks, heads, C) or (chunks, heads, C, dim)."""
 
     kind: ClassVar[Kind]
 
@@ -66,14 +92,14 @@ class Mixer(ABC):
         """(heads, K, V) of the state, from the token-first inputs."""
 
     @abstractmethod
-    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+    def factors(self, inputs: Sequence[Tensor]) -> Factors:
         """Factors of every chunk and head."""
 
     def linearize(self, inputs: Sequence[Tensor]) -> tuple[Factors, Pullback]:
         """Factors, and the function that takes their gradients to the gradients of the inputs."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in inputs]
-            traced = self.prepare(leaves)
+            traced = self.factors(leaves)
 
         def pullback(grads: Factors) -> Sequence[Tensor]:
             pairs = [

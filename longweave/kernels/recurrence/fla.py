@@ -1,4 +1,4 @@
-"""The one door to flash-linear-attention, used on CUDA when it is installed.
+"""flash-linear-attention as a backend, used on CUDA when it is installed. No other file calls it.
 
 Its op wants a batch of one, `(1, tokens, heads, dim)`, 16-bit q, k, v, one head of q and k per value head,
 and no empty segments.
@@ -20,7 +20,7 @@ from longweave.errors import BackendError
 HALF = (torch.bfloat16, torch.float16)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # a constant of the process
 def load_op() -> Callable[..., Any] | None:
     """`chunk_gated_delta_rule` of flash-linear-attention, or None if it is not installed."""
     if importlib.util.find_spec("fla") is None:
@@ -57,7 +57,7 @@ def gated_delta_rule(
     scale: float,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Arguments as in `longweave.kernels.delta_rule.gated_delta_rule`, checked there."""
+    """Arguments as in `longweave.kernels.recurrence.delta_rule.gated_delta_rule`, checked there."""
     reason = refusal(q)
     op = load_op()
     if reason is not None or op is None:

@@ -12,8 +12,8 @@ from linear_cases import CASES, GDN, GLA, HEAD, KDA, LINEAR, Case, with_grads, w
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longweave.errors import InputError
-from longweave.kernels import prepared, relatives
-from longweave.kernels.recurrent import recurrent
+from longweave.kernels.recurrence import factors, linear_attention
+from longweave.kernels.recurrence.reference import recurrent
 
 BY_NAME = {"ids": lambda case: case.name}
 SEGMENTS = {
@@ -123,8 +123,8 @@ def test_the_size_of_blocks_changes_nothing(case: Case, size: int, monkeypatch: 
     cu = [0, 40, 43, 44, 60, 61]
     inputs = case.inputs(61)
     expected = with_grads(lambda x, s: case.reference(x, cu, s), inputs, state_for(inputs, cu))
-    monkeypatch.setitem(prepared.BLOCK, "cpu", 4 * size)
-    monkeypatch.setattr(prepared, "LEAST_CHUNKS", 1)
+    monkeypatch.setitem(factors.BLOCK, "cpu", 4 * size)
+    monkeypatch.setattr(factors, "LEAST_CHUNKS", 1)
     actual = with_grads(lambda x, s: case.chunked(x, cu, s, chunk=4), inputs, state_for(inputs, cu))
     assert worst(actual, expected) < 1e-10
 
@@ -206,7 +206,7 @@ def test_only_inputs_and_block_states_are_kept_for_backward() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         GDN.fast(*inputs)
-    blocks = 1024 * 2 // prepared.BLOCK["cpu"]
+    blocks = 1024 * 2 // factors.BLOCK["cpu"]
     assert blocks > 1
     states = (blocks - 1) * 2 * 16 * 16 * 4  # the first block starts from zero
     assert sum(kept.values()) == sum(x.numel() * 4 for x in inputs) + states
@@ -214,12 +214,11 @@ def test_only_inputs_and_block_states_are_kept_for_backward() -> None:
 
 def test_lightning_decay_per_head_and_its_gradient() -> None:
     q, k, v = LINEAR.inputs(50, 1, 3)
-    decay = relatives.retnet_log_decay(3).double()
-    assert torch.allclose(decay.exp(), 1 - 2.0 ** torch.tensor([-5.0, -6, -7], dtype=torch.float64))
+    decay = torch.log1p(-(2.0 ** torch.tensor([-5.0, -6, -7], dtype=torch.float64)))  # as in RetNet
     cu = [0, 20, 50]
 
     def fast(x, s):
-        return relatives.lightning_attention(*x, cu, output_final_state=True, chunk=8)
+        return linear_attention.lightning_attention(*x, cu, output_final_state=True, chunk=8)
 
     def slow(x, s):
         return recurrent(*x[:3], x[3].expand(50, -1), None, cu)
@@ -244,7 +243,7 @@ def test_ssd_equals_its_recurrence_with_skip() -> None:
 
     def fast(given, s):
         x, dt, A, B, C, D = given
-        return relatives.ssd(x, dt, A, B, C, D=D, output_final_state=True, chunk=8)
+        return linear_attention.ssd(x, dt, A, B, C, D=D, output_final_state=True, chunk=8)
 
     assert worst(*(with_grads(f, [x, dt, A, B, C, D], None) for f in (fast, slow))) < 1e-10
 

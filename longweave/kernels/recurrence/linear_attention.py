@@ -1,4 +1,4 @@
-"""The relatives of the gated delta rule: each is `prepare`, a door, and nothing else.
+"""Linear attention in its forms beside the gated delta rule: each is `factors`, a function, and nothing else.
 
     linear attention      S_t = S_{t−1} + k_t v_tᵀ                                        none
     lightning, RetNet     S_t = λ S_{t−1} + k_t v_tᵀ                     λ per head        scalar
@@ -8,7 +8,7 @@
 
 and o_t = scale · S_tᵀ q_t always. Tensors are packed (tokens, heads, dim). q and k may have fewer heads than
 v, as in GQA. Their gradients with respect to the chunk factors come from autograd, block by block. Decay of
-any strength is safe (`decay.py`). Every door takes `initial_state` (segments, Hv, K, V) and returns (out,
+any strength is safe (`decay.py`). Every function takes `initial_state` (segments, Hv, K, V) and returns (out,
 final state or None).
 """
 
@@ -23,19 +23,18 @@ import torch
 from torch import Tensor
 
 from longweave.errors import InputError
-from longweave.kernels.affine import Kind
-from longweave.kernels.checks import check_mixer
-from longweave.kernels.chunks import chunk_table, spans_of
-from longweave.kernels.decay import channel_products, cumulative, pairwise
-from longweave.kernels.local import mix
-from longweave.kernels.mixer import Factors, Mixer
-from longweave.kernels.recurrent import l2norm
+from longweave.kernels.recurrence import check_mixer, mix
+from longweave.kernels.recurrence.chunks import chunk_table, spans_of
+from longweave.kernels.recurrence.decay import channel_products, cumulative, pairwise
+from longweave.kernels.recurrence.mixer import Factors, Kind, Mixer
+from longweave.kernels.recurrence.reference import l2norm
+from longweave.tensors import accumulation_dtype
 
 CuSeqlens = Sequence[int] | np.ndarray | Tensor | None
 
 
 @dataclass(frozen=True)
-class _Relative(Mixer):
+class _QKVMixer(Mixer):
     """Inputs begin with q, k (…, Hk, K), v (…, Hv, V)."""
 
     scale: float = 1.0
@@ -52,23 +51,23 @@ class _Relative(Mixer):
 
 
 @dataclass(frozen=True)
-class LinearAttention(_Relative):
+class LinearAttention(_QKVMixer):
     """Inputs q, k, v."""
 
     kind: ClassVar[Kind] = "none"
 
-    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+    def factors(self, inputs: Sequence[Tensor]) -> Factors:
         q, k, v = self._heads(*inputs)
         return Factors(q, torch.bmm(q, k.mT).tril(), v, k, erase=None, within=None, decay=None)
 
 
 @dataclass(frozen=True)
-class HeadDecay(_Relative):
+class HeadDecay(_QKVMixer):
     """Lightning attention, RetNet, SSD. Inputs q, k, v, g (…, Hv)."""
 
     kind: ClassVar[Kind] = "scalar"
 
-    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+    def factors(self, inputs: Sequence[Tensor]) -> Factors:
         q, k, v = self._heads(*inputs[:3])
         c = cumulative(inputs[3].flatten(0, 1), -1)
         from_start, to_end = (x.to(q.dtype).exp().unsqueeze(-1) for x in (c, c[:, -1:] - c))
@@ -84,12 +83,12 @@ class HeadDecay(_Relative):
 
 
 @dataclass(frozen=True)
-class ChannelDecay(_Relative):
+class ChannelDecay(_QKVMixer):
     """GLA. Inputs q, k, v, g (…, Hv, K)."""
 
     kind: ClassVar[Kind] = "diagonal"
 
-    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+    def factors(self, inputs: Sequence[Tensor]) -> Factors:
         q, k, v = self._heads(*inputs[:3])
         c = cumulative(inputs[3].flatten(0, 1), -2)
         from_start, to_end = (x.to(q.dtype).exp() for x in (c, c[:, -1:] - c))
@@ -99,13 +98,13 @@ class ChannelDecay(_Relative):
 
 
 @dataclass(frozen=True)
-class KimiDelta(_Relative):
+class KimiDelta(_QKVMixer):
     """KDA. Inputs q, k, v, g (…, Hv, K), beta (…, Hv)."""
 
     qk_l2norm: bool = False
     kind: ClassVar[Kind] = "dense"
 
-    def prepare(self, inputs: Sequence[Tensor]) -> Factors:
+    def factors(self, inputs: Sequence[Tensor]) -> Factors:
         q, k, v, g, beta = inputs
         if self.qk_l2norm:
             q, k = l2norm(q), l2norm(k)
@@ -190,7 +189,7 @@ def lightning_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention and RetNet: one log decay per value head, log_decay (Hv,), the same for all tokens.
 
-    None is linear attention without decay. RetNet's heads use `retnet_log_decay(Hv)`.
+    None is linear attention without decay. In RetNet, head h has log(1 − 2^(−5−h)).
     """
     spans = spans_of(cu_seqlens, len(q))
     check_mixer(q, k, v, initial_state=initial_state, segments=len(spans))
@@ -201,11 +200,6 @@ def lightning_attention(
         raise InputError(f"log_decay has shape {tuple(log_decay.shape)}; it must be ({v.shape[1]},), one per head of v")
     g = log_decay.expand(len(q), -1)
     return mix(HeadDecay(scale), (q, k, v, g), table, initial_state, want_final=output_final_state)
-
-
-def retnet_log_decay(heads: int, device: torch.device | str | None = None) -> Tensor:
-    """log(1 − 2^(−5−h)) for head h: the decay of RetNet's heads."""
-    return torch.log1p(-(2.0 ** (-5.0 - torch.arange(heads, device=device))))
 
 
 def ssd(
@@ -231,9 +225,9 @@ def ssd(
     for name, per_head in (("A", A), ("D", D)):
         if per_head is not None and tuple(per_head.shape) != (x.shape[1],):
             raise InputError(f"{name} has shape {tuple(per_head.shape)}; it must be ({x.shape[1]},), one per head of x")
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    step = dt.to(wide)
-    inputs = (C, B, x.to(wide) * step.unsqueeze(-1), A.to(wide) * step)
+    dtype = accumulation_dtype(x.dtype)
+    step = dt.to(dtype)
+    inputs = (C, B, x.to(dtype) * step.unsqueeze(-1), A.to(dtype) * step)
     y, final = mix(
         HeadDecay(),
         inputs,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longweave.errors import InputError
-from longweave.kernels import conv
-from longweave.kernels.conv import causal_conv1d
+from longweave.kernels.recurrence import conv
+from longweave.kernels.recurrence.conv import causal_conv1d
 
 torch.set_num_threads(1)
 

@@ -18,13 +18,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longweave.kernels.merge import Partial
-from longweave.kernels.tasks import NO_LIMIT, Tasks, alone
+from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, Rows, Tasks, alone
+from longweave.tensors import faking
 
 STRIP = 128  # rows of a strip
 STRIPS_FROM, STRIPS_TO = 384, 2048  # causal tasks with that many rows go by strips
@@ -33,7 +32,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-class Call(NamedTuple):
+class FlashCall(NamedTuple):
     """One kernel call. `alone`: no other call of the list touches these queries."""
 
     q0: int
@@ -68,22 +67,19 @@ def forward(into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale:
 
 def backward(
     into: tuple[Tensor, Tensor, Tensor],
-    grad_out: Tensor,
-    q: Tensor,
+    queries: QuerySide,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     tasks: Tasks,
     scale: float,
 ) -> None:
-    """Add to `into` = (dq, dk, dv), in float32, what these tasks contribute. `out` and `lse` are the merged ones."""
+    """Add to `into` = (dq, dk, dv), in float32, what these tasks contribute."""
     dq, dk, dv = into
     v_dim = v.shape[-1]
     # The half-precision backward kernels are many times slower than float32 and round every block.
-    tensors = [x.float() if x.dtype.itemsize < 4 else x for x in (q, k, v, grad_out, out)]
+    tensors = [x.float() if x.dtype.itemsize < 4 else x for x in (queries.q, k, v, queries.grad_out, queries.out)]
     q, k, v, grad_out, out = (x[None] for x in _one_dim(*(x.to(tensors[0].dtype) for x in tensors)))
-    lse = lse[None]
+    lse = queries.lse[None]
     for call in tasks.compiled(compile_calls):
         rows, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
         grads = _backward(
@@ -103,7 +99,7 @@ def backward(
         dv[:, keys] += grads[2][0, ..., :v_dim]
 
 
-def compile_calls(rows: npt.NDArray[np.int64]) -> tuple[Call, ...]:
+def compile_calls(rows: Rows) -> tuple[FlashCall, ...]:
     """The kernel calls for some tasks."""
     calls = [call for row in rows.tolist() for call in _calls(*row)]
     if not calls:
@@ -112,10 +108,10 @@ def compile_calls(rows: npt.NDArray[np.int64]) -> tuple[Call, ...]:
     return tuple(call._replace(alone=bool(only)) for call, only in zip(calls, free, strict=True))
 
 
-def _calls(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[Call]:
+def _calls(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[FlashCall]:
     below, above = lo <= -NO_LIMIT, hi >= NO_LIMIT
     if below and above:
-        return [Call(q0, q1, k0, k1, False, None)]
+        return [FlashCall(q0, q1, k0, k1, False, None)]
     if not below:
         return _strips(q0, q1, k0, k1, lo, hi)
     # Row i sees `seen + i` keys: the first `seen - 1` make a rectangle, the rest a top-left aligned triangle.
@@ -124,13 +120,13 @@ def _calls(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[Call]:
     if STRIPS_FROM <= min(q1 - q0, k1 - diagonal) <= STRIPS_TO:
         if seen - 1 <= STRIPS_TO:
             return _strips(q0, q1, k0, k1, lo, hi)
-        return [Call(q0, q1, k0, diagonal, False, None), *_strips(q0, q1, diagonal, k1, lo, hi)]
-    triangle = Call(q0, q1, diagonal, k1, True, None)
-    return [Call(q0, q1, k0, diagonal, False, None), triangle] if seen > 1 else [triangle]
+        return [FlashCall(q0, q1, k0, diagonal, False, None), *_strips(q0, q1, diagonal, k1, lo, hi)]
+    triangle = FlashCall(q0, q1, diagonal, k1, True, None)
+    return [FlashCall(q0, q1, k0, diagonal, False, None), triangle] if seen > 1 else [triangle]
 
 
-def _strips(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[Call]:
-    calls: list[Call] = []
+def _strips(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[FlashCall]:
+    calls: list[FlashCall] = []
     for a in range(q0, q1, STRIP):
         b = min(a + STRIP, q1)
         first, last = max(k0, a + lo), min(k1, b + hi)
@@ -138,11 +134,11 @@ def _strips(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[Call]:
         low = lo + a - first if b - 1 + lo > first else -NO_LIMIT
         high = hi + a - first if a + hi < last - 1 else NO_LIMIT
         band = None if low <= -NO_LIMIT and high >= NO_LIMIT else (low, high)
-        calls.append(Call(a, b, first, last, False, band))
+        calls.append(FlashCall(a, b, first, last, False, band))
     return calls
 
 
-def _mask(call: Call, dtype: torch.dtype) -> Tensor | None:
+def _mask(call: FlashCall, dtype: torch.dtype) -> Tensor | None:
     """The additive mask of a band call: a window into one large mask, which serves calls of all sizes."""
     if call.band is None:
         return None
@@ -154,10 +150,12 @@ def _mask(call: Call, dtype: torch.dtype) -> Tensor | None:
     # In the large mask the upper edge of row 0 stands at column `edge`; shift so that it falls on `high`.
     edge = 1 << max(high, 1).bit_length()
     columns = max(edge - high + keys, edge + STRIP)
-    return _edges(edge, 1 << columns.bit_length(), width, dtype)[:queries, edge - high : edge - high + keys][None, None]
+    make = _edges.__wrapped__ if faking() else _edges
+    mask = make(edge, 1 << columns.bit_length(), width, dtype)
+    return mask[:queries, edge - high : edge - high + keys][None, None]
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # constants by size, the same for all batches: the least used one dies when a 33rd is made
 def _edges(edge: int, columns: int, width: int, dtype: torch.dtype) -> Tensor:
     distance = torch.arange(columns)[None, :] - torch.arange(STRIP)[:, None]
     hidden = (distance > edge) | (distance < edge - width)

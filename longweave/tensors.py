@@ -1,0 +1,59 @@
+"""What every part that touches tensors needs: the dtype of sums, and index tensors made from host integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype values of `dtype` are summed: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in the dtype in which it is summed."""
+    return x.to(accumulation_dtype(x.dtype))
+
+
+def faking() -> bool:
+    """Is every new tensor a fake one, as under FakeTensorMode? Such a tensor must not be kept for a later real run."""
+    return type(torch.empty(0)) is not Tensor
+
+
+class Indices:
+    """Integer arrays that are wanted as tensors, again and again, on some device.
+
+    Uploads do not wait, so the order of a stream is all that protects a copy: a kernel on another stream could read it
+    before it has arrived. Each stream therefore has its own copy. Copies die with this object.
+    """
+
+    def __init__(self, *arrays: np.ndarray) -> None:
+        self.arrays = arrays
+        self._copies: dict[tuple[torch.device, int | None], tuple[Tensor, ...]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The arrays as tensors on `device`, ready for what runs next on its current stream."""
+        if faking():
+            return tuple(torch.tensor(array).to(device) for array in self.arrays)
+        key = _place(device)
+        if key not in self._copies:
+            self._copies[key] = tuple(_upload(array, device) for array in self.arrays)
+        return self._copies[key]
+
+
+def _place(device: torch.device) -> tuple[torch.device, int | None]:
+    """The device with its number, and its current stream if it has streams."""
+    if device.type != "cuda":
+        return device, None
+    stream = torch.cuda.current_stream(device)
+    return stream.device, stream.cuda_stream
+
+
+def _upload(array: np.ndarray, device: torch.device) -> Tensor:
+    # A tensor made in inference mode could not serve a later training step.
+    with torch.inference_mode(False):
+        if device.type != "cuda":
+            return torch.tensor(array).to(device)
+        return torch.tensor(array).pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,138 @@
+"""Attention on one rank against dense attention: calls, strips, gradients, the choice of a backend."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import MASKS
+from reference import Problem, solve, worst
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import longweave as lw
+from longweave.kernels.attention import attend, attend_backward, choose, cpu_flash
+from longweave.kernels.attention.partial import QuerySide, Tasks
+from longweave.plan.work import fuse
+
+
+def pairs(calls: tuple[cpu_flash.FlashCall, ...], total: int) -> np.ndarray:
+    """How often each pair is computed."""
+    seen = np.zeros((total, total), dtype=int)
+    for c in calls:
+        distance = np.arange(c.k1 - c.k0)[None, :] - np.arange(c.q1 - c.q0)[:, None]
+        low, high = c.band or (-(1 << 40), 0 if c.causal else 1 << 40)
+        seen[c.q0 : c.q1, c.k0 : c.k1] += (distance >= low) & (distance <= high)
+    return seen
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_calls_cover_every_pair_once(name: str) -> None:
+    mask = MASKS[name]
+    calls = cpu_flash.compile_calls(fuse(mask.rows))
+    assert np.array_equal(pairs(calls, mask.total), mask.dense().astype(int))
+    for i, call in enumerate(calls):
+        shared = any(j != i and c.q0 < call.q1 and call.q0 < c.q1 for j, c in enumerate(calls))
+        assert call.alone == (not shared)
+
+
+@pytest.mark.parametrize("backend", ["cpu_flash", "reference"])
+@pytest.mark.parametrize("name", MASKS)
+def test_against_dense(name: str, backend: str) -> None:
+    mask = MASKS[name]
+    for heads in ({"heads": 4, "kv_heads": 2, "dim": 16, "v_dim": 8}, {"heads": 2, "kv_heads": 2, "dim": 16}):
+        problem = Problem.random(mask.total, **heads)
+        expected = solve(problem, mask)
+        q, k, v, grad = (x.transpose(0, 1) for x in (problem.q, problem.k, problem.v, problem.grad))
+        tasks = Tasks(mask.rows)
+        out, lse = attend(q, k, v, tasks, backend=backend)
+        assert worst(out.transpose(0, 1), expected["out"]) < 1e-12
+        assert worst(lse.t(), expected["lse"]) < 1e-12
+        grads = attend_backward(QuerySide(grad, q, out, lse), k, v, tasks, backend=backend)
+        for got, which in zip(grads, ("dq", "dk", "dv"), strict=True):
+            assert worst(got.transpose(0, 1), expected[which]) < 1e-12, which
+
+
+def test_middle_sized_causal_tasks_go_by_strips() -> None:
+    causal = lambda n: cpu_flash.compile_calls(lw.Mask.causal([0, n]).rows)  # noqa: E731
+    assert len(causal(1000)) == 8
+    assert all(call.q1 - call.q0 <= 128 and not call.causal for call in causal(1000))
+    assert [call.causal for call in causal(200)] == [True]
+    assert [call.causal for call in causal(5000)] == [True]
+
+
+def test_queries_that_see_nothing() -> None:
+    problem = Problem.random(6, heads=2, kv_heads=1, sinks=True)
+    mask = lw.Mask.from_slices(6, [((2, 4), (0, 3), "full")])
+    q, k, v = (x.transpose(0, 1) for x in (problem.q, problem.k, problem.v))
+    for backend in ("cpu_flash", "reference"):
+        out, lse = attend(q, k, v, Tasks(mask.rows), backend=backend)
+        assert (out[:, [0, 1, 4, 5]] == 0).all()
+        assert (lse[:, [0, 1, 4, 5]] == -torch.inf).all()
+        out, lse = attend(q, k, v, Tasks(mask.rows), backend=backend, sinks=problem.sinks)
+        assert (out[:, [0, 1, 4, 5]] == 0).all()
+        assert torch.equal(lse[:, 0], problem.sinks)
+
+
+def test_the_reference_needs_no_quadratic_memory() -> None:
+    """The largest tensor it makes is a block of logits, not queries × keys."""
+    tokens, heads = 4000, 2
+    problem = Problem.random(tokens, heads=heads, kv_heads=1, dim=8, dtype=torch.float32)
+    q, k, v = (x.transpose(0, 1).contiguous() for x in (problem.q, problem.k, problem.v))
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for x in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(x, torch.Tensor):
+                    Largest.numel = max(Largest.numel, x.numel())
+            return result
+
+    with Largest():
+        attend(q, k, v, Tasks(lw.Mask.causal([0, tokens]).rows), backend="reference", softcap=5.0)
+    assert Largest.numel <= heads * 128 * 512
+
+
+def test_backends_are_chosen_named_and_refused(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.zeros(2, 3, 8)
+    with caplog.at_level(logging.DEBUG, logger="longweave.kernels"):
+        assert choose(x, x, x, 1.0, None).backend == "cpu_flash"
+    assert "attention backend cpu_flash" in caplog.text
+    assert choose(x, x, x, 1.0, 5.0).backend == "reference"
+    for name, reason in {
+        "aten_flash": "on cpu",
+        "flash_attn": "not installed",
+        "flex": "on cpu",
+    }.items():
+        with pytest.raises(lw.BackendError, match=f"{name}.*{reason}"):
+            choose(x, x, x, 1.0, None, name)
+    with pytest.raises(lw.BackendError, match="no softcap"):
+        choose(x, x, x, 1.0, 5.0, "cpu_flash")
+    with pytest.raises(lw.InputError, match="backend is 'magic'"):
+        choose(x, x, x, 1.0, None, "magic")
+
+
+@pytest.mark.parametrize("backend", ["cpu_flash", "reference"])
+def test_float32_holds_the_contract(backend: str) -> None:
+    for mask in (MASKS["long causal"], MASKS["window"]):
+        exact = Problem.random(mask.total, heads=4, kv_heads=2, dim=16)
+        expected = solve(exact, mask)
+        q, k, v, grad = (x.transpose(0, 1).float() for x in (exact.q, exact.k, exact.v, exact.grad))
+        out, lse = attend(q, k, v, Tasks(mask.rows), backend=backend)
+        grads = attend_backward(QuerySide(grad, q, out, lse), k, v, Tasks(mask.rows), backend=backend)
+        for got, which in zip((out, *grads), ("out", "dq", "dk", "dv"), strict=True):
+            error = (got.transpose(0, 1).double() - expected[which]).abs().max()
+            assert error < 1e-5 * expected[which].abs().max(), which
+
+
+def test_a_fake_run_leaves_no_mask_behind() -> None:
+    """The masks of strips are kept for the life of the process: a fake one would spoil every later run."""
+    tasks = Tasks(lw.Mask.sliding_window([0, 300], 71).rows)
+    cpu_flash._edges.cache_clear()
+    with FakeTensorMode():
+        attend(*(torch.rand(2, 300, 8) for _ in range(3)), tasks, backend="cpu_flash")
+    out, _ = attend(*(torch.rand(2, 300, 8) for _ in range(3)), tasks, backend="cpu_flash")
+    assert type(out) is torch.Tensor
+    assert bool(out.isfinite().all())
