@@ -64,9 +64,7 @@ class Mask:
     @classmethod
     def sliding_window(cls, cu_seqlens: object, window: int) -> Mask:
         """Every token sees itself and the `window - 1` tokens before it in its own document."""
-        if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
-            raise InputError(f"window is {window!r}; give the number of tokens seen, itself included, at least 1")
-        return cls._per_document(cu_seqlens, max(1 - int(window), -sl.NO_LIMIT), 0)
+        return cls._per_document(cu_seqlens, max(1 - _check_window(window), -sl.NO_LIMIT), 0)
 
     @classmethod
     def prefix_causal(cls, cu_seqlens: object, prefix_lens: Sequence[int] | int) -> Mask:
@@ -130,6 +128,27 @@ class Mask:
     def _per_document(cls, cu_seqlens: object, lo: int, hi: int) -> Mask:
         cu = as_cu_seqlens(cu_seqlens)
         return cls(int(cu[-1]), _columns(cu[:-1], cu[1:], cu[:-1], cu[1:], lo, hi), cu)
+
+    def windowed(self, window: int) -> Mask:
+        """The same mask, but a token sees no further back than `window` tokens, itself included.
+
+        Distances are counted in positions: an answer of `shared_prefix` sees less of its prompt the further it gets.
+        Where a mask lets tokens see ahead, a window could be meant one way or both: refused, unless it cuts nothing.
+        """
+        begin = self.cu_seqlens[:-1] - (0 if self.position_offsets is None else self.position_offsets)
+        query, key = (begin[_document(self.cu_seqlens, self.rows[:, column])] for column in (sl.Q0, sl.K0))
+        rows = self.rows.copy()
+        rows[:, sl.LO] = np.maximum(rows[:, sl.LO], max(1 - _check_window(window), -sl.NO_LIMIT) + key - query)
+        cut = Mask(self.total, rows, self.cu_seqlens, self.position_offsets)
+        if cut.area == self.area:
+            return self
+        furthest = np.minimum(self.rows[:, sl.HI], self.rows[:, sl.K1] - 1 - self.rows[:, sl.Q0])
+        if (furthest > key - query).any():
+            raise InputError(
+                f"a window of {window} was given with a mask that lets tokens see ahead; say how far tokens see in both "
+                "directions with Mask.from_slices and limits (lo, hi)"
+            )
+        return cut
 
     # -- what it says ------------------------------------------------------------------------------
 
@@ -199,6 +218,16 @@ class Mask:
 
     def __repr__(self) -> str:
         return f"<Mask of {self.total} tokens, {len(self.rows)} slices, {self.area} pairs>"
+
+
+def _check_window(window: object) -> int:
+    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
+        raise InputError(f"window is {window!r}; give the number of tokens seen, itself included, at least 1")
+    return int(window)
+
+
+def _document(cu_seqlens: Ints, tokens: Ints) -> Ints:
+    return np.searchsorted(cu_seqlens, tokens, side="right") - 1
 
 
 def _columns(*columns: Ints | int) -> Ints:

@@ -40,14 +40,16 @@ class Route:
     communicates: bool  # does any rank send anything to another: the same answer on every rank
 
     @property
+    def is_complete(self) -> bool:
+        """Does every slot get something?"""
+        kept = int((self.keep_dst_runs[:, 1] - self.keep_dst_runs[:, 0]).sum())
+        return kept + sum(self.recv_splits) == self.tokens_out
+
+    @property
     def is_identity(self) -> bool:
         """Nothing moves, neither between ranks nor inside this one, and nothing is left out."""
-        kept = int((self.keep_dst_runs[:, 1] - self.keep_dst_runs[:, 0]).sum())
-        return (
-            not self.communicates
-            and kept == self.tokens_in == self.tokens_out
-            and np.array_equal(self.keep_src_runs, self.keep_dst_runs)
-        )
+        stays = np.array_equal(self.keep_src_runs, self.keep_dst_runs)
+        return not self.communicates and self.tokens_in == self.tokens_out and self.is_complete and stays
 
     def reversed(self) -> Route:
         """The way back: what was received is sent, what was sent is received."""

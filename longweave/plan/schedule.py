@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
 from longweave.errors import InputError
 from longweave.plan.cost import Machine, Shape, areas, cost, estimates, load_bound, receive_bound, stages_for, traffic
-from longweave.plan.heads import split_heads
+from longweave.plan.heads import head_groups, split_heads
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.tasks import GroupCast, tasks_by_source, tasks_on_all
 
-STRATEGIES = ("groupcast", "ring", "allgather", "ulysses")
+# Every strategy, with the options that it takes.
+OPTIONS = {
+    "groupcast": ("stages", "keep_kv"),
+    "ring": ("ulysses_size",),
+    "allgather": ("heads_k_stride", "bwd_head_first_stride", "bwd_head_last_stride"),
+    "ulysses": ("ulysses_size",),
+}
+STRATEGIES = tuple(OPTIONS)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,8 +38,9 @@ class Plan:
     ulysses_size: int  # ranks that exchange heads among themselves: 1 for all but Ulysses and ring × Ulysses
     shape: Shape  # what costs are counted for …
     machine: Machine  # … and on what
-    stages: int  # in how many exchanges a group-cast brings its keys, unless a call says otherwise
-    keep_kv: bool  # whether a group-cast keeps received keys for backward, unless a call says otherwise
+    stages: int  # in how many exchanges a group-cast brings its keys
+    keep_kv: bool  # whether a group-cast keeps received keys for backward
+    head_strides: tuple[int, int | None, int | None]  # of an all-gather: K/V heads a step, backward's first and last
     why: str  # why this strategy
 
     @property
@@ -41,10 +50,15 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         digest = blake2b(digest_size=16)
-        runs = str((self.ulysses_size, self.stages, self.keep_kv))
+        runs = str((self.ulysses_size, self.stages, self.keep_kv, self.head_strides))
         for part in (self.mask.fingerprint, self.layout.fingerprint, self.strategy, runs):
             digest.update(part.encode())
         return digest.hexdigest()
+
+    def head_groups(self, *, backward: bool) -> tuple[tuple[int, int], ...]:
+        """The K/V heads of each step of an all-gather."""
+        stride, first, last = self.head_strides
+        return head_groups(self.shape.kv_heads, stride, *((first, last) if backward else ()))
 
     def report(self) -> Report:
         """Per rank tokens, mask area, tokens received and sent; imbalance; why this strategy. `print` it."""
@@ -65,21 +79,26 @@ def make_plan(
     layout: Layout,
     strategy: str = "auto",
     *,
-    ulysses_size: int | None = None,
     heads: int = Shape.heads,
     kv_heads: int = Shape.kv_heads,
     head_dim: int = Shape.head_dim,
     v_dim: int | None = Shape.v_dim,
     itemsize: int = Shape.itemsize,
     machine: Machine | None = None,
+    **options: int,
 ) -> Plan:
     """Decide how K/V reaches Q. No communication: all ranks come to the same plan from the same arguments.
 
     strategy: "groupcast", "ring", "allgather", "ulysses", or "auto" to take the fastest by the cost model (`plan.why`
         says why).
-    ulysses_size: for "ring" and "ulysses", how many neighbouring ranks divide heads; the ring then goes over blocks of
-        that many ranks. Must divide the world size.
     heads, kv_heads, head_dim, v_dim, itemsize, machine: what the cost model assumes; results do not depend on them.
+    options: a named strategy takes its own and refuses those of others; with "auto" an option holds if the strategy
+        that is taken has it.
+        ulysses_size (ring, ulysses): how many neighbouring ranks divide heads; the ring then goes over blocks of that
+            many ranks. Must divide the world size.
+        stages, keep_kv (groupcast): in how many exchanges keys arrive, and whether they are kept for backward.
+        heads_k_stride (allgather): K/V heads a step; bwd_head_first_stride, bwd_head_last_stride: of backward's first
+            and last step, which may be smaller.
     """
     if not isinstance(mask, Mask):
         raise InputError(f"mask is a {type(mask).__name__}; make one with Mask.causal(cu_seqlens) or its siblings")
@@ -87,8 +106,6 @@ def make_plan(
         raise InputError(f"layout is a {type(layout).__name__}; make one with Layout.zigzag(cu_seqlens, world_size)")
     if mask.total != layout.total:
         raise InputError(f"the mask has {mask.total} tokens and the layout {layout.total}; make both from one pack")
-    if strategy not in (*STRATEGIES, "auto"):
-        raise InputError(f"strategy is {strategy!r}; choose one of auto, {', '.join(STRATEGIES)}")
     for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("itemsize", itemsize)):
         if not isinstance(value, int) or value < 1:
             raise InputError(f"{name} is {value!r}; give a positive int")
@@ -96,6 +113,7 @@ def make_plan(
         raise InputError(f"v_dim is {v_dim!r}; give a positive int or None")
     if heads % kv_heads:
         raise InputError(f"heads is {heads} and kv_heads {kv_heads}; query heads must be a multiple of K/V heads")
+    given = check_options(strategy, options)
     shape, machine = Shape(heads, kv_heads, head_dim, v_dim, itemsize), machine or Machine()
     why, stages, keep_kv = "asked for", 1, False
     if strategy in ("auto", "groupcast"):
@@ -110,19 +128,63 @@ def make_plan(
             stages = stages_for(compute, most * machine.seconds_per_token(shape))
             # Yes where no rank receives more tokens than the largest rank holds: at most one more block of K/V.
             keep_kv = int(found.received.max()) <= max(layout.counts)
-    size = check_ulysses_size(strategy, ulysses_size, layout.world_size)
-    return Plan(mask, layout, strategy, size, shape, machine, stages, keep_kv, why)
+    given = {name: value for name, value in given.items() if name in OPTIONS[strategy]}
+    size = given.get("ulysses_size", layout.world_size if strategy == "ulysses" else 1)
+    if layout.world_size % size:
+        raise InputError(f"ulysses_size is {size}; give a divisor of the {layout.world_size} ranks")
+    return Plan(
+        mask,
+        layout,
+        strategy,
+        size,
+        shape,
+        machine,
+        given.get("stages", stages),
+        bool(given.get("keep_kv", keep_kv)),
+        _head_strides(kv_heads, given),
+        why,
+    )
 
 
-def check_ulysses_size(strategy: str, size: int | None, world_size: int) -> int:
-    """The number of ranks that exchange heads: given, or by the strategy."""
-    if size is None:
-        return world_size if strategy == "ulysses" else 1
-    if strategy not in ("ring", "ulysses"):
-        raise InputError(f"ulysses_size goes with the strategies ring and ulysses, not with {strategy}")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
-        raise InputError(f"ulysses_size is {size!r}; give a divisor of the {world_size} ranks")
-    return size
+def check_options(strategy: str, options: Mapping[str, object]) -> dict[str, int]:
+    """The options that were given, if all of them exist and the strategy (unless it is "auto") takes them."""
+    if strategy not in (*STRATEGIES, "auto"):
+        raise InputError(f"strategy is {strategy!r}; choose one of auto, {', '.join(STRATEGIES)}")
+    every = dict.fromkeys(name for names in OPTIONS.values() for name in names)
+    taken = tuple(every) if strategy == "auto" else OPTIONS[strategy]
+    found: dict[str, int] = {}
+    for name, value in options.items():
+        if name not in every:
+            raise InputError(f"there is no option {name!r}; attention across ranks has {', '.join(every)}")
+        if name not in taken:
+            owners = " and ".join(owner for owner, names in OPTIONS.items() if name in names)
+            raise InputError(f"{name} goes with {owners}; strategy {strategy} takes {', '.join(taken)}")
+        if value is None:
+            continue
+        if name == "keep_kv":
+            if value not in (0, 1):
+                raise InputError(f"keep_kv is {value!r}; give True or False")
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}; give a positive int")
+        found[name] = int(value)  # type: ignore[call-overload]
+    return found
+
+
+def _head_strides(kv_heads: int, given: Mapping[str, int]) -> tuple[int, int | None, int | None]:
+    stride = given.get("heads_k_stride", max(1, kv_heads // 4))
+    if stride > kv_heads:
+        raise InputError(f"heads_k_stride is {stride} but there are {kv_heads} K/V heads; give at most that many")
+    small = stride // 4 or None  # a short start and end where a step is wide enough to be cut
+    first, last = (given.get(f"bwd_head_{end}_stride", small) for end in ("first", "last"))
+    for name, value in (("bwd_head_first_stride", first), ("bwd_head_last_stride", last)):
+        if value is not None and value > stride:
+            raise InputError(f"{name} is {value} but heads_k_stride is {stride}; give at most that many")
+    if first is not None and last is not None and stride not in (first, last) and first + last > stride:
+        raise InputError(
+            f"bwd_head_first_stride {first} and bwd_head_last_stride {last} together exceed heads_k_stride {stride}; "
+            "make them smaller"
+        )
+    return stride, first, last
 
 
 # -- in numbers ----------------------------------------------------------------------------------------

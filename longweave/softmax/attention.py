@@ -20,6 +20,7 @@ from longweave.kernels.attention import Kernel, choose
 from longweave.pack import Pack, PackCore, core_of
 from longweave.plan.cost import Shape
 from longweave.plan.mask import Mask
+from longweave.plan.schedule import Plan
 from longweave.softmax.allgather import AllGatherStrategy
 from longweave.softmax.groupcast import GroupCastStrategy
 from longweave.softmax.ring import RingStrategy
@@ -247,7 +248,12 @@ class _Runner:
     def __init__(self, core: PackCore, way: Way, shape: Shape) -> None:
         mask, window, strategy, options = way
         self.plan = core.plan(_mask_named(core, mask), window, strategy, shape, _read(options))
-        self.strategy = STRATEGIES[self.plan.strategy](self.plan, core.shards)
+        # Calls that come to the same plan, such as a window that cuts nothing, share one.
+        self.strategy = core.once(_strategy, self.plan, shape)
+
+
+def _strategy(core: PackCore, plan: Plan, shape: Shape) -> Strategy:
+    return STRATEGIES[plan.strategy](plan, core.shards)
 
 
 def _runner(core: PackCore, way: Way, shape: Shape) -> _Runner:

@@ -103,8 +103,10 @@ class Partial:
         mine.lerp_(out.to(mine.dtype), share[..., None])
         torch.logaddexp(total, lse, out=total)
 
-    def add_sinks(self, sinks: Tensor) -> None:
-        """One more key per head with the given logit and the value 0."""
+    def add_sinks(self, sinks: Tensor | None) -> None:
+        """One more key per head with the given logit and the value 0; None: no such key."""
+        if sinks is None:
+            return
         sink = sinks.to(self.lse.dtype)[:, None]
         share = torch.where(self.lse > -torch.inf, torch.sigmoid(self.lse - sink), 0.0)  # also where the sink is −∞
         self.out.mul_(share[..., None])
