@@ -71,6 +71,7 @@ class PackCore:
         check_method(method)
         self.strategy, self.method, self.backend = strategy, method, backend
         self.plans: dict[Plan, int] = {}  # in use, with the number of calls of each
+        self.methods: dict[str, Any] = {}  # of linear layers, by operator
         self.masks: dict[str, Mask] = {}  # of calls that have their own, by fingerprint
         self._made: dict[Kind, Any] = {}
         self._calls: dict[Kind, tuple[str, int]] = {}
@@ -316,6 +317,11 @@ class Pack:
         """The plans that attention layers have used on this pack, the most used one first."""
         used = self.core.plans
         return tuple(sorted(used, key=lambda plan: -used[plan]))
+
+    @property
+    def methods(self) -> Mapping[str, Any]:
+        """How linear layers went on this pack: for each operator its method, bytes sent and why."""
+        return dict(self.core.methods)
 
     def report(self, **shape: int) -> Report:
         """What the attention layers really do on this pack: the report of the plan that most of them used.

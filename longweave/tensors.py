@@ -1,10 +1,16 @@
-"""What every part that touches tensors needs: the dtype of sums, and index tensors made from host integers."""
+"""What every part that touches tensors needs: the dtype of sums, index tensors from host integers, graph breaks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -57,3 +63,15 @@ def _upload(array: np.ndarray, device: torch.device) -> Tensor:
         if device.type != "cuda":
             return torch.tensor(array).to(device)
         return torch.tensor(array).pin_memory().to(device, non_blocking=True)
+
+
+def eager(fn: F) -> F:
+    """`torch.compile` breaks the graph around `fn` and runs it as it is."""
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # only then is the compiler loaded already
+            return torch.compiler.disable(fn)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return fn(*args, **kwargs)
+
+    return cast("F", call)

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longweave.comm.agree import agree
-from longweave.comm.exchange import all_gather_v, reduce_scatter_v
-from longweave.comm.groups import Comm, Group
+from longweave.comm.exchange import all_gather_v
 from longweave.errors import InputError
-from longweave.linear.door import eager
-from longweave.plan.layout import Layout
-from longweave.tokens import comm_for, rank_order, token_order
+from longweave.pack import Pack, PackCore
+from longweave.tensors import eager
+from longweave.tokens import Shards
 
 PARAM_GRADS = ("part", "full")
 
@@ -36,8 +35,7 @@ PARAM_GRADS = ("part", "full")
 def gather_recompute(
     fn: Callable[..., Tensor],
     x_local: Tensor | Sequence[Tensor],
-    layout: Layout,
-    group: Group = None,
+    pack: Pack,
     params: Sequence[Tensor] = (),
     param_grads: str = "part",
 ) -> Tensor:
@@ -45,7 +43,7 @@ def gather_recompute(
 
     fn: takes the full tensor(s), tokens first and in token order, and returns one tensor with the same tokens first.
         It is called twice, with the same random numbers, and must compute the same both times.
-    x_local: (tokens, …), this rank's tokens in the order of `layout`; or several such tensors.
+    x_local: (tokens, …), this rank's tokens in the order of `pack.layout`; or several such tensors.
     params: every tensor that fn uses and that needs a gradient. Not needed if fn is a module: its parameters are taken.
     param_grads: "part" or "full", see `longweave.linear.gather`.
 
@@ -53,93 +51,81 @@ def gather_recompute(
     memory kept for backward does. Raises `InputError` before anything is sent if the arguments do not fit, and in
     backward if fn turns out to use a tensor that needs a gradient and is not among `params`.
 
-        y_local = lw.gather_recompute(mamba, x_local, layout, group)
+        y_local = lw.gather_recompute(mamba, x_local, pack)
     """
+    if not isinstance(pack, Pack):
+        raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
     xs = (x_local,) if isinstance(x_local, Tensor) else tuple(x_local)
     if not params and isinstance(fn, nn.Module):
         params = tuple(fn.parameters())
-    params = tuple(p for p in params if p.requires_grad)
-    if not isinstance(layout, Layout):
-        raise InputError(f"layout is a {type(layout).__name__}; give the layout of x_local")
-    comm = comm_for(layout, group)
-    problem, call = None, ""
-    try:
-        _check(xs, layout.counts[comm.rank], comm.rank, param_grads)
-        call = f"gather_recompute of {[(x.dtype, tuple(x.shape[1:])) for x in xs]} with param_grads {param_grads}"
-    except InputError as error:
-        problem = error
-    agree(comm, [layout], call, problem)
-    run = _Call(fn, layout, comm, len(xs), param_grads == "full")
-    out: Tensor = _GatherRecompute.apply(run, *xs, *params)  # type: ignore[no-untyped-call]
+    core = pack.core
+    shapes = [(x.dtype, x.shape[1:]) if isinstance(x, Tensor) else type(x).__name__ for x in xs]
+    core.enter(("gather_recompute of", *shapes, "param_grads", param_grads), lambda: _check(xs, core, param_grads))
+    core.check_tokens(*xs)
+    return gathered(fn, xs, core.shards, params, whole_param_grads=param_grads == "full")
+
+
+def gathered(
+    fn: Callable[..., Tensor],
+    xs: Sequence[Tensor],
+    shards: Shards,
+    params: Sequence[Tensor] = (),
+    *,
+    whole_param_grads: bool = False,
+) -> Tensor:
+    """As `gather_recompute`, without checks."""
+    run = _Run(fn, shards, len(xs), whole_param_grads)
+    wanted = [p for p in params if p.requires_grad]
+    out: Tensor = _GatherRecompute.apply(run, *xs, *wanted)  # type: ignore[no-untyped-call]
     return out
 
 
-def _check(xs: Sequence[Tensor], tokens: int, rank: int, param_grads: str) -> None:
+def _check(xs: Sequence[Tensor], core: PackCore, param_grads: str) -> None:
     if param_grads not in PARAM_GRADS:
         raise InputError(f'param_grads is {param_grads!r}; choose "part" or "full"')
     for x in xs:
         if not isinstance(x, Tensor) or not x.ndim:
             raise InputError("x_local must be a tensor with tokens first, or several such tensors")
-        if len(x) != tokens:
-            raise InputError(f"x_local has shape {tuple(x.shape)} but rank {rank} has {tokens} tokens in this layout")
+    core.check_tokens(*xs)
 
 
-class _Call:
+@dataclass(frozen=True)
+class _Run:
     """What forward and backward share."""
 
-    def __init__(self, fn: Callable[..., Tensor], layout: Layout, comm: Comm, count: int, full: bool) -> None:
-        self.fn, self.layout, self.comm, self.count, self.full = fn, layout, comm, count, full
-
-    def gather(self, *xs: Tensor) -> list[Tensor]:
-        """Local tokens of every rank -> all tokens in token order."""
-        arriving = [all_gather_v(x.detach(), self.layout.counts, self.comm) for x in xs]
-        return [by_rank.wait().index_select(0, token_order(self.layout.table, xs[0].device)) for by_rank in arriving]
-
-    def mine(self, y: Tensor) -> Tensor:
-        return y.index_select(0, self._my_index(y.device))
-
-    def spread(self, y_local: Tensor) -> Tensor:
-        """Local tokens at their places among all tokens, zeros elsewhere."""
-        full = y_local.new_zeros((self.layout.total, *y_local.shape[1:]))
-        return full.index_copy_(0, self._my_index(y_local.device), y_local)
-
-    def sum_home(self, dx: Tensor) -> Tensor:
-        """The sum over ranks of a gradient of all tokens, at this rank's tokens."""
-        by_rank = dx.index_select(0, rank_order(self.layout.table, dx.device))
-        return reduce_scatter_v(by_rank, self.layout.counts, self.comm).wait()
-
-    def _my_index(self, device: torch.device) -> Tensor:
-        begin = sum(self.layout.counts[: self.comm.rank])
-        return rank_order(self.layout.table, device)[begin : begin + self.layout.counts[self.comm.rank]]
+    fn: Callable[..., Tensor]
+    shards: Shards
+    count: int  # tensors of tokens; the others are parameters
+    whole_param_grads: bool
 
 
 class _GatherRecompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
-        xs = tensors[: call.count]
-        ctx.call, ctx.params = call, tensors[call.count :]
-        ctx.surroundings = _Surroundings(xs[0].device, call)
-        ctx.save_for_backward(*xs)
+    def forward(ctx: Any, run: _Run, *tensors: Tensor) -> Tensor:
+        xs, shards = tensors[: run.count], run.shards
+        ctx.run, ctx.surroundings = run, _Surroundings(xs[0].device, run)
+        ctx.save_for_backward(*tensors)  # parameters too: autograd notices when one was changed before backward
         with ctx.surroundings.again():
-            y = call.fn(*call.gather(*xs))
-        if not isinstance(y, Tensor) or not y.ndim or len(y) != call.layout.total:
+            y = run.fn(*(shards.gather(x.detach()) for x in xs))
+        if not isinstance(y, Tensor) or not y.ndim or len(y) != shards.layout.total:
             seen = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
-            raise InputError(f"fn returned {seen}; it must return a tensor with all {call.layout.total} tokens first")
-        return call.mine(y)
+            raise InputError(f"fn returned {seen}; it must return a tensor with all {shards.layout.total} tokens first")
+        return shards.mine(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_local: Tensor) -> tuple[Tensor | None, ...]:
-        call, params = ctx.call, ctx.params
-        needs = ctx.needs_input_grad[1 : 1 + call.count]
-        xs = [x.requires_grad_(need) for x, need in zip(call.gather(*ctx.saved_tensors), needs, strict=True)]
+        run, shards = ctx.run, ctx.run.shards
+        saved, params = ctx.saved_tensors[: run.count], ctx.saved_tensors[run.count :]
+        needs = ctx.needs_input_grad[1 : 1 + run.count]
+        xs = [shards.gather(x.detach()).requires_grad_(need) for x, need in zip(saved, needs, strict=True)]
         with ctx.surroundings.again(), torch.enable_grad():
-            y = call.fn(*xs)
+            y = run.fn(*xs)
         wanted = [x for x, need in zip(xs, needs, strict=True) if need] + list(params)
         _refuse_unknown(y, wanted)
-        dy = call.gather(d_local)[0] if call.full else call.spread(d_local)
+        dy = shards.gather(d_local) if run.whole_param_grads else shards.spread(d_local)
         found = list(torch.autograd.grad(y, wanted, dy, allow_unused=True)) if y.requires_grad else [None] * len(wanted)
-        home = call.mine if call.full else call.sum_home
+        home = shards.mine if run.whole_param_grads else shards.sum_home
         d_xs: list[Tensor | None] = []
         for x, need in zip(xs, needs, strict=True):
             if need:
@@ -155,13 +141,14 @@ class _Surroundings:
     each of them then answers for the outputs of all.
     """
 
-    def __init__(self, device: torch.device, call: _Call) -> None:
+    def __init__(self, device: torch.device, run: _Run) -> None:
         self.device = device
         self.autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self.seed: int | None = None
-        if call.full and call.comm.size > 1:
-            seed = torch.randint(1 << 62, (1, 1), device=call.comm.control_device)
-            self.seed = int(all_gather_v(seed, [1] * call.comm.size, call.comm).wait()[0])
+        comm = run.shards.comm
+        if run.whole_param_grads and comm.size > 1:
+            seed = torch.randint(1 << 62, (1, 1), device=comm.control_device)
+            self.seed = int(all_gather_v(seed, [1] * comm.size, comm).wait()[0])
         self.states = (
             [torch.get_rng_state()] if device.type == "cpu" else [torch.get_rng_state(), _device_state(device)]
         )

@@ -43,9 +43,7 @@ class AllGatherStrategy:
         self.plan, self.shards = plan, shards
         self.tasks = Tasks(tasks_on_all(plan.mask, plan.layout, shards.comm.rank))
 
-    def forward(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool
-    ) -> Result:
+    def forward(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool) -> Result:
         groups = self.plan.head_groups(backward=False)
         result = allgather_forward(kernel, q, k, v, self.tasks, self._gather(q.device), groups)
         result.add_sinks(sinks)

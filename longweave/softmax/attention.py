@@ -25,7 +25,7 @@ from longweave.softmax.allgather import AllGatherStrategy
 from longweave.softmax.groupcast import GroupCastStrategy
 from longweave.softmax.ring import RingStrategy
 from longweave.softmax.strategy import Strategy
-from longweave.tensors import accumulation_dtype
+from longweave.tensors import accumulation_dtype, eager
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "groupcast": GroupCastStrategy,
@@ -142,7 +142,9 @@ def _attention(
         result = runner.strategy.forward(kernel, *heads_first, sinks, return_lse)
     out = result.out.transpose(0, 1).to(q.dtype).contiguous()
     empty = result.kept_lse.new_empty(0)
-    lse = result.lse.t().clone(memory_format=torch.contiguous_format) if return_lse and result.lse is not None else empty
+    lse = (
+        result.lse.t().clone(memory_format=torch.contiguous_format) if return_lse and result.lse is not None else empty
+    )
     return out, lse, q.new_empty(0) if result.kept is None else result.kept, result.kept_lse.reshape(-1)
 
 
@@ -166,7 +168,10 @@ def _attention_backward(
     if not runner.strategy.needs_inputs:
         inputs = []
     dtype, tokens = kept.dtype, len(grad_out)
-    like = [grad_out.new_empty((1, n, d), dtype=dtype) for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, grad_out.shape[-1]))]
+    like = [
+        grad_out.new_empty((1, n, d), dtype=dtype)
+        for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, grad_out.shape[-1]))
+    ]
     kernel = _kernel(core, *like, scale, softcap, backend)
     with torch.autocast(grad_out.device.type, enabled=False):
         heads_first = [x.transpose(0, 1).contiguous() for x in inputs]
@@ -218,10 +223,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.call = (mask, window, strategy, scale, softcap, backend, options)
     # While a graph is traced the handle has no value, so the strategy is not known: then the inputs are kept in any case.
     traced = type(handle) is not Tensor
-    wanted = traced or _runner(core_of(handle), (mask, window, strategy, options), _shape(q, k, v)).strategy.needs_inputs
+    wanted = (
+        traced or _runner(core_of(handle), (mask, window, strategy, options), _shape(q, k, v)).strategy.needs_inputs
+    )
     ctx.has_inputs, ctx.has_sinks = wanted, sinks is not None
     # The handle keeps what backward needs of the pack.
-    ctx.save_for_backward(handle, kept, kept_lse, *([sinks] if ctx.has_sinks else []), *([q, k, v, out] if wanted else []))
+    ctx.save_for_backward(
+        handle, kept, kept_lse, *([sinks] if ctx.has_sinks else []), *([q, k, v, out] if wanted else [])
+    )
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -280,7 +289,7 @@ def _mask_name(pack: Pack, mask: str | Mask | None) -> str:
     return _remember(pack.core, mask) if isinstance(mask, Mask) else mask
 
 
-@torch.compiler.disable
+@eager
 def _remember(core: PackCore, mask: Mask) -> str:
     core.masks[mask.fingerprint] = mask
     return mask.fingerprint

@@ -43,9 +43,7 @@ class GroupCastStrategy:
         self.own = Tasks(schedule.own)
         self.stages = [Stage.of(stage, shards.comm) for stage in schedule.stages]
 
-    def forward(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool
-    ) -> Result:
+    def forward(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool) -> Result:
         received = self._room(k, v) if self.plan.keep_kv else None
         result = groupcast_forward(kernel, q, k, v, self.own, self.stages, self._parts(received))
         result.add_sinks(sinks)

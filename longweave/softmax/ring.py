@@ -66,9 +66,7 @@ class RingStrategy:
         counts = tuple(self.plan.layout.counts[rank] for rank in ranks)
         return HeadExchange(self.comm, ranks, self.inner, counts, split, Indices(order, np.argsort(order)))
 
-    def forward(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool
-    ) -> Result:
+    def forward(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool) -> Result:
         if self.block_size == 1:
             result = ring_forward(kernel, q, k, v, self.tasks, self.ring)
             result.add_sinks(sinks)
@@ -116,7 +114,9 @@ class RingStrategy:
         (q0, q1), (k0, k1) = self.exchange.split.q[self.inner], self.exchange.split.k[self.inner]
         dim, v_dim = self.plan.shape.head_dim, self.plan.shape.value_dim
         tokens = self.ring.counts[self.block]
-        shapes = [(heads, tokens, d) for heads, d in ((q1 - q0, dim), (k1 - k0, dim), (k1 - k0, v_dim), (q1 - q0, v_dim))]
+        shapes = [
+            (heads, tokens, d) for heads, d in ((q1 - q0, dim), (k1 - k0, dim), (k1 - k0, v_dim), (q1 - q0, v_dim))
+        ]
         parts = torch.split(kept, [prod(shape) for shape in shapes])
         return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
@@ -184,9 +184,7 @@ def ring_backward(
             arriving = ring.pass_on(block, blocks.fit(buffers[step % 2], source + 1), -1)
         if step > 0:
             grad = zeros_like_sum(block)
-        kernel.backward(
-            (dq, *blocks.unpack(grad, source)), queries, *blocks.unpack(block, source), tasks[source]
-        )
+        kernel.backward((dq, *blocks.unpack(grad, source)), queries, *blocks.unpack(block, source), tasks[source])
         if step > 0:
             if returning:
                 grad += returning.wait()
