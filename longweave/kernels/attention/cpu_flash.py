@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, Rows, Tasks, alone
+from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, TaskRows, Tasks, alone
 from longweave.tensors import faking
 
 STRIP = 128  # rows of a strip
@@ -99,7 +99,7 @@ def backward(
         dv[:, keys] += grads[2][0, ..., :v_dim]
 
 
-def compile_calls(rows: Rows) -> tuple[FlashCall, ...]:
+def compile_calls(rows: TaskRows) -> tuple[FlashCall, ...]:
     """The kernel calls for some tasks."""
     calls = [call for row in rows.tolist() for call in _calls(*row)]
     if not calls:

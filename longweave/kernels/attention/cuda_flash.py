@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, Rows, Tasks
+from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, TaskRows, Tasks
 from longweave.tensors import Indices
 
 
@@ -58,7 +58,7 @@ def _why_not(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def compile_waves(rows: Rows) -> tuple[Wave, ...]:
+def compile_waves(rows: TaskRows) -> tuple[Wave, ...]:
     """Deal tasks into as few waves as greedy filling gives; one wave has one window."""
     waves: list[tuple[tuple[int, int], list[tuple[int, int]], list[tuple[int, int]]]] = []
     for q0, q1, k0, k1, lo, hi in sorted(rows.tolist()):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, Rows, Tasks
+from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, TaskRows, Tasks
 
 BLOCK = 128
 
@@ -34,7 +34,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def compile_intervals(rows: Rows) -> tuple[int, npt.NDArray[np.int64]]:
+def compile_intervals(rows: TaskRows) -> tuple[int, npt.NDArray[np.int64]]:
     """(number of queries, intervals): intervals[n, q] = (first key, last key) of the n-th task that has query q."""
     queries = int(rows[:, 1].max())
     depth = np.zeros(queries, dtype=np.int64)
@@ -128,7 +128,7 @@ class _block_mask_on:  # noqa: N801 - used as a function; equal arguments find t
     device: torch.device
     keys: int
 
-    def __call__(self, rows: Rows) -> Any:
+    def __call__(self, rows: TaskRows) -> Any:
         from torch.nn.attention.flex_attention import BlockMask
 
         queries, intervals = compile_intervals(rows)
@@ -139,7 +139,7 @@ class _block_mask_on:  # noqa: N801 - used as a function; equal arguments find t
         )
 
 
-def touched_blocks(rows: Rows, keys: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def touched_blocks(rows: TaskRows, keys: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """For each block of queries, how many blocks of keys its tasks touch, and which (the rest of the row is filler)."""
     queries = int(rows[:, 1].max())
     touched = np.zeros((-(-queries // BLOCK), -(-keys // BLOCK)), dtype=bool)

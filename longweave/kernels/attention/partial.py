@@ -27,7 +27,7 @@ from longweave.tensors import accumulation_dtype
 
 NO_LIMIT = 1 << 40
 
-Rows = npt.NDArray[np.int64]
+TaskRows = npt.NDArray[np.int64]  # (tasks, 6)
 T = TypeVar("T")
 
 
@@ -39,21 +39,21 @@ class Tasks:
 
     __slots__ = ("_made", "rows")
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: TaskRows) -> None:
         self.rows = np.ascontiguousarray(rows, dtype=np.int64).reshape(-1, 6)
         self._made: dict[object, object] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def compiled(self, compiler: Callable[[Rows], T]) -> T:
+    def compiled(self, compiler: Callable[[TaskRows], T]) -> T:
         """`compiler(rows)`, called once."""
         if compiler not in self._made:
             self._made[compiler] = compiler(self.rows)
         return self._made[compiler]  # type: ignore[return-value]
 
 
-def alone(q0: Rows, q1: Rows) -> npt.NDArray[np.bool_]:
+def alone(q0: npt.NDArray[np.int64], q1: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """For each query range: does it share no query with any other range of the list?"""
     order = np.argsort(q0, kind="stable")
     starts, stops = q0[order], q1[order]

@@ -31,7 +31,7 @@ from torch import Tensor
 from longweave.errors import InputError
 from longweave.tensors import Indices
 
-Span = tuple[int, int]
+Segment = tuple[int, int]  # (start, stop) of packed tokens
 # Time per slot of a chunk of this size, relative to the best. Measured on CPU, forward and backward, with
 # 128 × 128 states; elsewhere larger chunks are taken to pay, as they make fewer and larger kernels.
 COST_PER_SLOT = {"cpu": {64: 1.06, 32: 1.0, 16: 1.3}}
@@ -68,7 +68,7 @@ class Block:
         return slice(self.pieces[0].row_lo, self.pieces[0].row_hi)
 
     @cached_property
-    def run(self) -> Span | None:
+    def run(self) -> tuple[int, int] | None:
         """The tokens as one half-open span, when they are consecutive and padding comes only at the end."""
         flat = self.tokens.reshape(-1)
         count = int((flat >= 0).sum())
@@ -119,9 +119,13 @@ class Block:
 class ChunkTable:
     """How `spans` of the local tokens are cut into chunks. Make one with `chunk_table`."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[Segment, ...]
     chunk: int
     _blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        return np.array([start for start, _ in self.spans], dtype=np.int64)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -135,9 +139,9 @@ class ChunkTable:
     @cached_property
     def alive(self) -> tuple[int, ...]:
         """Number of segments that have a chunk at each step."""
-        chunks = -(-self.lengths // self.chunk)
-        steps = int(chunks.max(initial=0))
-        return tuple(int((chunks > step).sum()) for step in range(steps))
+        chunks = np.sort(-(-self.lengths // self.chunk))
+        steps = np.arange(chunks.max(initial=0))
+        return tuple((len(chunks) - np.searchsorted(chunks, steps, side="right")).tolist())
 
     def covers(self, total: int) -> bool:
         """True when every one of `total` tokens lies in a span."""
@@ -169,7 +173,6 @@ class ChunkTable:
         pieces: list[Piece] = []
         tokens: list[np.ndarray] = []
         at = 0
-        starts = np.array([start for start, _ in self.spans], dtype=np.int64)
         for step, lo, hi in parts:
             alive_next = self.alive[step + 1] if step + 1 < len(self.alive) else 0
             row_next = min(max(alive_next, lo), hi)
@@ -177,7 +180,7 @@ class ChunkTable:
             at += hi - lo
             segment = self.order[lo:hi]
             inside = step * self.chunk + np.arange(self.chunk)[None, :]
-            token = starts[segment][:, None] + inside
+            token = self.starts[segment][:, None] + inside
             tokens.append(np.where(inside < self.lengths[segment][:, None], token, -1))
         return Block(at, self.chunk, tuple(pieces), np.concatenate(tokens))
 
@@ -216,7 +219,7 @@ def chunk_table(spans: Iterable[Sequence[int]], chunk: int | None = None, *, dev
     return ChunkTable(segments, chunk)
 
 
-def spans_of(cu_seqlens: Sequence[int] | np.ndarray | Tensor | None, total: int) -> tuple[Span, ...]:
+def spans_of(cu_seqlens: Sequence[int] | np.ndarray | Tensor | None, total: int) -> tuple[Segment, ...]:
     """Segments of `total` packed tokens as spans. None means one segment. `cu_seqlens` are host integers.
 
     A tensor is read with one `tolist`, which waits for the device if it is not on the host: pass host

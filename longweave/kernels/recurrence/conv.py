@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longweave.errors import InputError
-from longweave.kernels.recurrence.chunks import Span, spans_of
+from longweave.kernels.recurrence.chunks import Segment, spans_of
 from longweave.tensors import Indices, accumulation_dtype
 
 WIDTHS = range(2, 9)
@@ -103,7 +103,7 @@ class Edges:
         return Indices(self.tokens, self.windows, self.readers)
 
 
-def conv_edges(spans: Sequence[Span], width: int) -> Edges:
+def conv_edges(spans: Sequence[Segment], width: int) -> Edges:
     """The edges of segments given as (start, stop) of the packed tokens: what a convolution of this width needs."""
     starts = np.array([start for start, _ in spans], dtype=np.int64)
     lengths = np.array([stop - start for start, stop in spans], dtype=np.int64)

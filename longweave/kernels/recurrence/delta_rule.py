@@ -146,14 +146,12 @@ def gated_delta_rule(
         v: (tokens, Hv, V), Hv a multiple of Hk: value head h reads key head h // (Hv / Hk), as in GQA.
         g: log decay (tokens, Hv), normally ≤ 0; None is no decay (DeltaNet).
         beta: (tokens, Hv).
-        cu_seqlens: host integers that rise from 0 to `tokens`; None is one segment, equal neighbours an
-        empty one. initial_state: (segments, Hv, K, V); None is zero.
+        cu_seqlens: host integers that rise from 0 to `tokens`; None is one segment, equal neighbours an empty one.
+        initial_state: (segments, Hv, K, V); None is zero.
         scale: of q; K^-1/2 unless given.
-        backend: "torch" (any device), "recurrent" (the reference loop), "fla" (CUDA,
-        flash-linear-attention), or
+        backend: "torch" (any device), "recurrent" (the reference loop), "fla" (CUDA, flash-linear-attention), or
             "auto": "fla" where it can serve, else "torch".
-        chunk: tokens per chunk of "torch", a power of two; chosen from the lengths of the segments unless
-        given.
+        chunk: tokens per chunk of "torch", a power of two; chosen from the lengths of the segments unless given.
 
     Returns:
         out (tokens, Hv, V) in the dtype of q, and final states (segments, Hv, K, V) in float32 (float64 for

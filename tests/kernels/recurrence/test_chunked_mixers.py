@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cases import CASES, GDN, GLA, HEAD, KDA, LINEAR, Case, with_grads, worst
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from longweave.errors import InputError
-from longweave.kernels.recurrence import factors, linear_attention
+from longweave.kernels.recurrence import factors, linear_attention, mix
+from longweave.kernels.recurrence.chunks import chunk_table
 from longweave.kernels.recurrence.reference import recurrent
 
 BY_NAME = {"ids": lambda case: case.name}
@@ -175,16 +176,16 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_fake_tensors_leave_nothing_behind() -> None:
     """The simulator runs this code on fake tensors, before or after real runs with the same table."""
-    cu = [0, 17, 40]
     for fake_first in (True, False):
-        cu = [*cu, cu[-1] + 3]
+        table = chunk_table([(0, 17), (17, 40), (40, 43)])
         for fake in (fake_first, not fake_first):
             with FakeTensorMode() if fake else nullcontext():
-                given = [torch.rand(s, requires_grad=True) for s in ((cu[-1], 2, 4),) * 3 + ((cu[-1], 2),) * 2]
-                out, final = GDN.fast(*given, cu, output_final_state=True)
+                given = [torch.rand(s, requires_grad=True) for s in ((43, 2, 4),) * 3 + ((43, 2),) * 2]
+                out, final = mix(GDN.mixer, given, table, want_final=True)
                 out.sum().backward()
-            assert out.shape == (cu[-1], 2, 4)
-            assert final.shape == (len(cu) - 1, 2, 4, 4)
+            assert isinstance(out, FakeTensor) == fake
+            assert out.shape == (43, 2, 4)
+            assert final.shape == (3, 2, 4, 4)
             assert given[0].grad.shape == given[0].shape
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from longweave.errors import InputError
 from longweave.kernels.recurrence import conv
-from longweave.kernels.recurrence.conv import causal_conv1d
+from longweave.kernels.recurrence.conv import causal_conv1d, conv_backward, conv_edges, conv_forward
 
 torch.set_num_threads(1)
 
@@ -85,6 +87,39 @@ def test_strips_change_nothing(lengths: list[int], width: int, strip: int) -> No
 def test_half_precision_sums_in_float32() -> None:
     assert compare([0, 700, 701, 1000], 4, "silu", dtype=torch.float32) < 1e-5
     assert compare([0, 700, 701, 1000], 4, "silu", dtype=torch.bfloat16) < 2**-8  # one rounding at the end
+
+
+def test_gradients_of_tokens_wait_for_their_cast() -> None:
+    """Whoever sends halo gradients home adds them to those of x in float32, and rounds once."""
+    rng = torch.Generator().manual_seed(0)
+    x, weight, bias, halo, dy = (
+        torch.randn(s, generator=rng).bfloat16() for s in ((12, 3), (3, 4), (3,), (2, 3, 3), (12, 3))
+    )
+    edges = conv_edges([(0, 5), (5, 12)], 4)
+    given = (x, weight, bias, halo, edges, True)
+    assert conv_forward(*given).dtype == torch.bfloat16
+    grads = conv_backward(dy, *given)
+    assert [g.dtype for g in grads] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias, halo)]
+    y = reference(*leaves[:3], [0, 5, 12], "silu", leaves[3])
+    exact = torch.autograd.grad(y, leaves, dy.double())
+    for got, want in ((grads[0], exact[0]), (grads[3], exact[3])):
+        assert float((got.double() - want).abs().max() / want.abs().max()) < 1e-5
+    assert conv_backward(dy, x, weight, None, None, edges, True)[2:] == (None, None)
+
+
+def test_mixed_dtypes_are_summed_in_the_wider_one() -> None:
+    x, weight = torch.randn(9, 3, dtype=torch.float64), torch.randn(3, 4)
+    expected = causal_conv1d(x, weight.double())
+    assert float((causal_conv1d(x, weight) - expected).abs().max()) < 1e-12
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    edges = conv_edges([(0, 5), (5, 12)], 4)
+    for fake in (True, False, True):
+        with FakeTensorMode() if fake else nullcontext():
+            y = conv_forward(torch.rand(12, 3), torch.rand(3, 4), None, None, edges, False)
+        assert isinstance(y, FakeTensor) == fake
 
 
 def test_a_cut_segment_with_its_halo_equals_the_whole() -> None:
