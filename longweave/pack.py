@@ -382,7 +382,7 @@ _serial = count(1)
 _cores: WeakValueDictionary[int, PackCore] = WeakValueDictionary()
 
 
-class _Tie(np.ndarray):  # type: ignore[type-arg]
+class _Tie(np.ndarray):
     """The memory of a handle. It holds on to the core, so every tensor that shares this memory does."""
 
     core: PackCore

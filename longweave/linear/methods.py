@@ -1,8 +1,8 @@
 """Three ways to bring a mixer to documents that a layout cuts, and which of them moves the fewest bytes.
 
     affine     summaries of fragments travel            bytes never grow with the sequence
-    reshard    tokens travel to a contiguous layout     zigzag      0 0 1 1 1 1 0 0  ── all-to-all-v ──▶  0 0 0 0 1 1 1 1
-               and back                                 outputs     0 0 1 1 1 1 0 0  ◀── all-to-all-v ──
+    reshard    tokens travel to a contiguous layout     inputs   0 0 1 1 1 1 0 0  ── all-to-all-v ──▶  0 0 0 0 1 1 1 1
+               and back                                 outputs  0 0 1 1 1 1 0 0  ◀── all-to-all-v ──  0 0 0 0 1 1 1 1
     gather     inputs travel to every rank              and every rank computes everything
 
 Bytes are counted from integers, for the busiest rank, forward and backward together:
@@ -20,6 +20,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -72,8 +73,7 @@ def in_place(core: PackCore) -> CutDocuments:
 
 def whole(core: PackCore) -> Segments:
     """All documents, uncut."""
-    borders = core.cu_seqlens.tolist()
-    return Segments(tuple(zip(borders[:-1], borders[1:], strict=True)))
+    return Segments(tuple(pairwise(core.cu_seqlens.tolist())))
 
 
 def move_all(tensors: Sequence[Tensor], way: TokenRoute) -> list[Tensor]:

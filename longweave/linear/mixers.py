@@ -94,9 +94,11 @@ def gated_delta_rule(
     def local(inputs: Sequence[Tensor], segments: Segments) -> Tensor:
         if backend == "recurrent":
             borders = (0, *(stop for _, stop in segments.spans))
-            return recurrent(*inputs, borders, scale=mixer.scale, qk_l2norm=qk_l2norm)[0]
+            q, k, v, g, beta = inputs
+            return recurrent(q, k, v, g, beta, borders, scale=mixer.scale, qk_l2norm=qk_l2norm)[0]
         if backend == "fla" or (backend == "auto" and fla.can_serve(inputs[0])):
-            return fla.gated_delta_rule(*inputs, segments.spans, None, False, mixer.scale, qk_l2norm)[0]
+            q, k, v, g, beta = inputs
+            return fla.gated_delta_rule(q, k, v, g, beta, segments.spans, None, False, mixer.scale, qk_l2norm)[0]
         return mix(mixer, inputs, segments.table(inputs[0].device))[0]
 
     decay = beta.new_zeros(()).expand(beta.shape) if g is None else g
@@ -235,7 +237,10 @@ def _enter(
     check: Callable[[PackCore], None],
     per_token: int | None = None,
 ) -> _Call:
-    """Check this rank's input, on the first pack of a group with all ranks. The first `per_token` tensors have tokens."""
+    """Check this rank's input; on the first pack of a group, with all ranks.
+
+    The first `per_token` tensors (by default all) have this rank's tokens first.
+    """
     if not isinstance(pack, Pack):
         raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
     if not all(x is None or isinstance(x, Tensor) for x in tensors):

@@ -145,8 +145,8 @@ class Mask:
         furthest = np.minimum(self.rows[:, sl.HI], self.rows[:, sl.K1] - 1 - self.rows[:, sl.Q0])
         if (furthest > key - query).any():
             raise InputError(
-                f"a window of {window} was given with a mask that lets tokens see ahead; say how far tokens see in both "
-                "directions with Mask.from_slices and limits (lo, hi)"
+                f"a window of {window} was given with a mask that lets tokens see ahead; say how far tokens see in "
+                "both directions with Mask.from_slices and limits (lo, hi)"
             )
         return cut
 

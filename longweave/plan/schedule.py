@@ -166,7 +166,7 @@ def check_options(strategy: str, options: Mapping[str, object]) -> dict[str, int
                 raise InputError(f"keep_kv is {value!r}; give True or False")
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} is {value!r}; give a positive int")
-        found[name] = int(value)  # type: ignore[call-overload]
+        found[name] = int(value)
     return found
 
 

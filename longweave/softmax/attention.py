@@ -137,14 +137,12 @@ def _attention(
     runner = _runner(core, way, _shape(q, k, v))
     core.plans[runner.plan] = core.plans.get(runner.plan, 0) + 1
     kernel = _kernel(core, q, k, v, scale, softcap, backend)
-    heads_first = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+    q_heads, k_heads, v_heads = (x.transpose(0, 1).contiguous() for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):  # dtypes were decided before
-        result = runner.strategy.forward(kernel, *heads_first, sinks, return_lse)
+        result = runner.strategy.forward(kernel, q_heads, k_heads, v_heads, sinks, return_lse)
     out = result.out.transpose(0, 1).to(q.dtype).contiguous()
     empty = result.kept_lse.new_empty(0)
-    lse = (
-        result.lse.t().clone(memory_format=torch.contiguous_format) if return_lse and result.lse is not None else empty
-    )
+    lse = empty if result.lse is None or not return_lse else result.lse.t().clone(memory_format=torch.contiguous_format)
     return out, lse, q.new_empty(0) if result.kept is None else result.kept, result.kept_lse.reshape(-1)
 
 
@@ -167,19 +165,17 @@ def _attention_backward(
     core.enter(("backward of attention", *sizes, kept.dtype), lambda: None)
     if not runner.strategy.needs_inputs:
         inputs = []
-    dtype, tokens = kept.dtype, len(grad_out)
-    like = [
-        grad_out.new_empty((1, n, d), dtype=dtype)
-        for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, grad_out.shape[-1]))
-    ]
-    kernel = _kernel(core, *like, scale, softcap, backend)
+    tokens, _, v_dim = grad_out.shape
+    # Only dtype, device and dims decide which kernel serves.
+    q, k, v = (kept.new_empty((0, n, d)) for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim)))
+    kernel = _kernel(core, q, k, v, scale, softcap, backend)
     with torch.autocast(grad_out.device.type, enabled=False):
         heads_first = [x.transpose(0, 1).contiguous() for x in inputs]
         grads = runner.strategy.backward(kernel, grad_out.transpose(0, 1).contiguous(), heads_first, kept, lse, sinks)
     # Always copies: dk and dv may be views of one buffer, which an operator must not return.
     dq, dk, dv = (
-        torch.empty((tokens, *one.shape[1:]), dtype=dtype, device=grad.device).copy_(grad.transpose(0, 1))
-        for grad, one in zip(grads[:3], like, strict=True)
+        kept.new_empty((tokens, *one.shape[1:])).copy_(grad.transpose(0, 1))
+        for grad, one in zip(grads[:3], (q, k, v), strict=True)
     )
     dsinks = kept.new_empty(0) if sinks is None or grads[3] is None else grads[3].to(sinks.dtype)
     return dq, dk, dv, dsinks
@@ -221,16 +217,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     out, _, kept, kept_lse = output
     ctx.sizes = [q.shape[1], k.shape[1], q.shape[2]]
     ctx.call = (mask, window, strategy, scale, softcap, backend, options)
-    # While a graph is traced the handle has no value, so the strategy is not known: then the inputs are kept in any case.
-    traced = type(handle) is not Tensor
-    wanted = (
-        traced or _runner(core_of(handle), (mask, window, strategy, options), _shape(q, k, v)).strategy.needs_inputs
-    )
-    ctx.has_inputs, ctx.has_sinks = wanted, sinks is not None
+    # While a graph is traced the handle has no value and the strategy is not known: keep the inputs in any case.
+    needed = True
+    if type(handle) is Tensor:
+        runner = _runner(core_of(handle), (mask, window, strategy, options), _shape(q, k, v))
+        needed = runner.strategy.needs_inputs
+    ctx.has_sinks = sinks is not None
     # The handle keeps what backward needs of the pack.
-    ctx.save_for_backward(
-        handle, kept, kept_lse, *([sinks] if ctx.has_sinks else []), *([q, k, v, out] if wanted else [])
-    )
+    given = [*([sinks] if ctx.has_sinks else []), *([q, k, v, out] if needed else [])]
+    ctx.save_for_backward(handle, kept, kept_lse, *given)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
