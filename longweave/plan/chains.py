@@ -1,6 +1,7 @@
 """What travels so that every fragment learns the state that enters it, and how the states are then put together.
 
-A fragment maps the state S that enters it to M·S + U. Along a chain (M and U of HEAD, MID, MID, LAST):
+A fragment takes the state S that enters it to M·S + U: its summary, M its transition, U its state. Along a chain
+(HEAD, MID, MID, LAST):
 
     forward        U₀ ──▶ M₁·+U₁ ──▶ M₂·+U₂ ──▶ (nobody asks for the last one's)
     backward                 M₁ᵀ·+C₁ ◀── M₂ᵀ·+C₂ ◀── C₃
@@ -111,8 +112,9 @@ def _receivers(f: Fragments) -> tuple[Ints, Ints, Ints]:
     )
 
 
-def rank_chains(f: Fragments, rank: int) -> RankChains:
+def rank_chains(fragments: Fragments, rank: int) -> RankChains:
     """The part of `rank`."""
+    f = fragments
     mine = f.rows_of(rank)
     by_role = {role: mine[f.roles[mine] == role] for role in Role}
     head, mid, last = by_role[Role.HEAD], by_role[Role.MID], by_role[Role.LAST]

@@ -115,11 +115,11 @@ class Cost(NamedTuple):
 
 def cost(mask: Mask, layout: Layout, node_size: int | None = None) -> Cost:
     """Area, tokens sent and tokens received of every rank. `node_size` ranks in a row form a node; None is one each."""
-    rows, rank = _shares(mask, layout)
+    tasks, rank = _shares(mask, layout)
     starts, stops, ranks = layout.sorted
     world = layout.world_size
-    area = _by_rank(sl.area(rows), rank, world)
-    needs = Needs(rows[:, sl.K0], rows[:, sl.K1], rank, layout.total, world)
+    area = _by_rank(sl.area(tasks), rank, world)
+    needs = Needs(tasks[:, sl.K0], tasks[:, sl.K1], rank, layout.total, world)
     read = needs.read_before(stops) - needs.read_before(starts)  # by any rank, by the owner itself too
     own = needs.of_rank(ranks, starts, stops)
     sent, received = _by_rank(read - own, ranks, world), needs.tokens - _by_rank(own, ranks, world)
@@ -137,8 +137,8 @@ def cost(mask: Mask, layout: Layout, node_size: int | None = None) -> Cost:
 
 def areas(mask: Mask, layout: Layout) -> Ints:
     """The query-key pairs that each rank computes: the pairs whose query it holds."""
-    rows, rank = _shares(mask, layout)
-    return _by_rank(sl.area(rows), rank, layout.world_size)
+    tasks, rank = _shares(mask, layout)
+    return _by_rank(sl.area(tasks), rank, layout.world_size)
 
 
 def traffic(mask: Mask, layout: Layout) -> tuple[Ints, Ints]:
@@ -148,12 +148,12 @@ def traffic(mask: Mask, layout: Layout) -> tuple[Ints, Ints]:
 
 
 def _shares(mask: Mask, layout: Layout) -> tuple[Ints, Ints]:
-    """The mask cut into what each rank computes: rows, and the rank of each."""
+    """The mask cut into what each rank computes: tasks, and the rank of each."""
     if mask.total != layout.total:
         raise InputError(f"the mask has {mask.total} tokens and the layout {layout.total}; use the same pack for both")
     starts, stops, ranks = layout.sorted
-    rows, span = sl.cut_q(mask.rows, starts, stops)
-    return rows, ranks[span]
+    tasks, span = sl.cut_q(mask.rows, starts, stops)
+    return tasks, ranks[span]
 
 
 def _by_rank(counts: Ints, ranks: Ints, world: int) -> Ints:

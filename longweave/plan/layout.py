@@ -29,7 +29,7 @@ from longweave.plan.ranges import (
     check_total,
     check_world_size,
     expand,
-    frozen,
+    freeze,
     join_touching,
     ramp,
 )
@@ -54,8 +54,8 @@ class Layout:
         """From spans that are sorted by rank, inside a rank in the order of its local tokens."""
         starts, stops, ranks = join_touching(starts, stops, ranks)
         self.total, self.world_size = total, world_size
-        self.starts, self.stops, self.ranks = frozen(starts), frozen(stops), frozen(ranks)
-        self.offsets = frozen(np.searchsorted(ranks, np.arange(world_size + 1)))
+        self.starts, self.stops, self.ranks = freeze(starts), freeze(stops), freeze(ranks)
+        self.offsets = freeze(np.searchsorted(ranks, np.arange(world_size + 1)))
         self._check_cover()
 
     # -- constructors ------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Layout:
     @cached_property
     def token_order(self) -> Ints:
         """The rows sorted by token."""
-        return frozen(np.argsort(self.starts, kind="stable"))
+        return freeze(np.argsort(self.starts, kind="stable"))
 
     @cached_property
     def sorted(self) -> tuple[Ints, Ints, Ints]:
@@ -213,7 +213,7 @@ class Layout:
         """Where each span begins in the local tensor of its rank."""
         lengths = self.stops - self.starts
         before = np.append(0, np.cumsum(lengths))
-        return frozen(before[:-1] - before[self.offsets[self.ranks]])
+        return freeze(before[:-1] - before[self.offsets[self.ranks]])
 
     def rows_of(self, rank: int) -> slice:
         """The rows of a rank."""

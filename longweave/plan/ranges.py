@@ -59,11 +59,12 @@ def expand(starts: Ints, stops: Ints) -> Ints:
 
 
 def join_touching(starts: Ints, stops: Ints, keys: Ints) -> tuple[Ints, Ints, Ints]:
-    """Drop empty spans, then make one span of neighbours in the list that touch and have the same key."""
+    """Drop empty spans, then make one span of neighbours in the list that touch and have the same key. New arrays."""
     full = stops > starts
-    starts, stops, keys = starts[full], stops[full], keys[full]
+    if not full.all():
+        starts, stops, keys = starts[full], stops[full], keys[full]
     if not len(starts):
-        return starts, stops, keys
+        return starts.copy(), stops.copy(), keys.copy()
     begins = np.ones(len(starts), dtype=bool)
     begins[1:] = (starts[1:] != stops[:-1]) | (keys[1:] != keys[:-1])
     firsts = np.flatnonzero(begins)
@@ -78,6 +79,12 @@ def frozen(array: npt.ArrayLike) -> Ints:
         result = result.copy() if result is array else result
         result.flags.writeable = False
     return result
+
+
+def freeze(array: Ints) -> Ints:
+    """Make an array read-only that nobody else holds: unlike `frozen`, without a copy."""
+    array.flags.writeable = False
+    return array
 
 
 # -- cu_seqlens ---------------------------------------------------------------------------------------

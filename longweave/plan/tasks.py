@@ -26,6 +26,7 @@ computed. Sender and receiver work out the same table from the same integers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,7 +57,7 @@ def tasks_by_source(mask: Mask, layout: Layout, rank: int) -> tuple[Ints, ...]:
     tasks, span, origin = sl.cut_k(tasks, starts, stops)
     k_shift = layout.local_starts[layout.token_order[span]] - starts[span]
     tasks, sources = _fuse(sl.move(tasks, q_shift[origin], k_shift), ranks[span])
-    return tuple(map(frozen, _split(tasks, sources, layout.world_size)))
+    return _split(tasks, sources, layout.world_size)
 
 
 def tasks_on_all(mask: Mask, layout: Layout, rank: int) -> Ints:
@@ -104,6 +105,13 @@ class _Runs:
     starts: Ints
     stops: Ints
 
+    @property
+    def to_place(self) -> Ints:
+        """What takes the tokens of each run to their place among all these tokens."""
+        lengths = self.stops - self.starts
+        places: Ints = np.cumsum(lengths) - lengths - self.starts
+        return places
+
     def pick(self, wanted: Bools) -> _Runs:
         return _Runs(self.receivers[wanted], self.stages[wanted], self.starts[wanted], self.stops[wanted])
 
@@ -118,12 +126,17 @@ class GroupCast:
 
     def of(self, rank: int) -> CastSchedule:
         """The schedule of one rank."""
-        layout = self.layout
-        tasks, q_shift = own_tasks(self.mask, layout, rank)
-        starts, stops, to_local = layout.local_spans(rank)
-        on_own, span, origin = sl.cut_k(tasks, starts, stops)
-        own = fuse(sl.move(on_own, q_shift[origin], to_local[span]))
-        return CastSchedule(frozen(own), tuple(self._stage(due, tasks, q_shift, rank) for due in self._due))
+        tasks, q_shift = own_tasks(self.mask, self.layout, rank)
+        arriving = [due.pick(due.receivers == rank) for due in self._due]
+        # Keys count in own tokens, then for each stage in the tokens that it brings, in token order.
+        keys = [self.layout.local_spans(rank), *((run.starts, run.stops, run.to_place) for run in arriving)]
+        parts = []
+        for starts, stops, to_place in keys:
+            cut, span, origin = sl.cut_k(tasks, starts, stops)
+            parts.append(sl.move(cut, q_shift[origin], to_place[span]))
+        own, *on_stages = fuse_each(parts)
+        stages = zip(self._due, arriving, on_stages, strict=True)
+        return CastSchedule(own, tuple(self._stage(due, mine, on_stage, rank) for due, mine, on_stage in stages))
 
     @cached_property
     def _due(self) -> tuple[_Runs, ...]:
@@ -159,16 +172,10 @@ class GroupCast:
         start = left[run] + begin - place[run] - receivers[run] * needs.stride
         return _Runs(receivers[run], cells[cell] % stages, start, start + end - begin)
 
-    def _stage(self, due: _Runs, tasks: Ints, q_shift: Ints, rank: int) -> CastStage:
-        mine = due.pick(due.receivers == rank)
+    def _stage(self, due: _Runs, mine: _Runs, tasks: Ints, rank: int) -> CastStage:
         recv_splits, order = self._receive(mine)
         send_splits, send_index = self._send(due, rank)
-        # Keys are counted in the received tokens, in token order.
-        lengths = mine.stops - mine.starts
-        place = np.cumsum(lengths) - lengths
-        on_stage, run, origin = sl.cut_k(tasks, mine.starts, mine.stops)
-        moved = sl.move(on_stage, q_shift[origin], (place - mine.starts)[run])
-        return CastStage(send_splits, recv_splits, frozen(send_index), frozen(order), frozen(fuse(moved)))
+        return CastStage(send_splits, recv_splits, frozen(send_index), frozen(order), tasks)
 
     def _receive(self, mine: _Runs) -> tuple[tuple[int, ...], Ints]:
         """Tokens from each rank, and what takes them from the order of arrival to token order."""
@@ -199,8 +206,14 @@ def fuse(tasks: Ints) -> Ints:
     return _fuse(tasks, np.zeros(len(tasks), dtype=np.int64))[0]
 
 
+def fuse_each(parts: Sequence[Ints]) -> tuple[Ints, ...]:
+    """Several sets of tasks, each fused by itself, in one go."""
+    groups = np.repeat(np.arange(len(parts)), [len(tasks) for tasks in parts])
+    return _split(*_fuse(np.concatenate(parts), groups), len(parts))
+
+
 def _fuse(tasks: Ints, groups: Ints) -> tuple[Ints, Ints]:
-    """The same for tasks of several groups, such as sources: only tasks of one group are joined. Sorted by group."""
+    """Only tasks of one group, such as a source, are joined. The result is sorted by group."""
     while True:
         count = len(tasks)
         tasks, groups = _join_neighbours(tasks, groups, (K0, Q1, Q0), side_by_side=True)
@@ -222,6 +235,8 @@ def _join_neighbours(tasks: Ints, groups: Ints, keys: tuple[int, ...], side_by_s
     else:
         touching &= first[:, Q1] == second[:, Q0]
     near = np.flatnonzero(touching)
+    if not len(near):
+        return tasks, groups
     first, second = first[near], second[near]
     joined = np.stack(
         [
@@ -236,7 +251,7 @@ def _join_neighbours(tasks: Ints, groups: Ints, keys: tuple[int, ...], side_by_s
         axis=1,
     )
     axis = (K0, K1) if side_by_side else (Q0, Q1)
-    same = _same_pairs(joined, first, axis) & _same_pairs(joined, second, axis)
+    same = _same_pairs(np.tile(joined, (2, 1)), np.concatenate([first, second]), axis).reshape(2, -1).all(0)
     near, joined = near[same], joined[same]
     # A task joins one neighbour a pass: of several that follow each other, every second.
     begins = np.flatnonzero(np.diff(near, prepend=-2) > 1)
@@ -248,20 +263,17 @@ def _join_neighbours(tasks: Ints, groups: Ints, keys: tuple[int, ...], side_by_s
     return tasks[keep], groups[keep]
 
 
-def _split(tasks: Ints, groups: Ints, count: int) -> list[Ints]:
+def _split(tasks: Ints, groups: Ints, count: int) -> tuple[Ints, ...]:
     """Tasks sorted by group, group by group."""
-    return np.split(tasks, np.searchsorted(groups, np.arange(1, count)))
+    return tuple(np.split(frozen(tasks), np.searchsorted(groups, np.arange(1, count))))
 
 
 def _same_pairs(joined: Ints, part: Ints, axis: tuple[int, int]) -> Bools:
     """Does the joined task, inside the strip of the part, allow just the pairs of the part?"""
-    strip = joined.copy()
+    strip, both = joined.copy(), np.empty_like(joined)
     strip[:, axis] = part[:, axis]
-    both = strip.copy()
-    for column in (Q0, K0, LO):
-        both[:, column] = np.maximum(strip[:, column], part[:, column])
-    for column in (Q1, K1, HI):
-        both[:, column] = np.minimum(strip[:, column], part[:, column])
-    wanted = sl.area(part)
-    result: Bools = (sl.area(strip) == wanted) & (sl.area(both) == wanted)
+    for column, narrower in zip((Q0, Q1, K0, K1, LO, HI), (np.maximum, np.minimum) * 3, strict=True):
+        both[:, column] = narrower(strip[:, column], part[:, column])
+    wanted, of_strip, of_both = sl.area(np.concatenate([part, strip, both])).reshape(3, -1)
+    result: Bools = (of_strip == wanted) & (of_both == wanted)
     return result

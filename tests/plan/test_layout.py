@@ -21,7 +21,7 @@ def borders(items: list[int]) -> list[int]:
 
 
 def areas(mask: Mask, layout: Layout) -> np.ndarray:
-    starts, stops, ranks = layout.table.sorted
+    starts, stops, ranks = layout.sorted
     rows, span = sl.cut_q(mask.rows, starts, stops)
     return np.bincount(ranks[span], weights=sl.area(rows), minlength=layout.world_size)
 
@@ -96,7 +96,8 @@ def test_positions(items: list[int], world: int) -> None:
 def test_positions_of_branches_go_on_after_the_prompt() -> None:
     mask = Mask.shared_prefix(4, [2, 3])
     layout = Layout.from_spans(9, [[(4, 9)], [(0, 4)]])
-    assert layout.positions(0, mask.cu_seqlens, offsets=[0, 4, 4]).tolist() == [4, 5, 4, 5, 6]
+    assert layout.positions(0, mask.cu_seqlens, mask.position_offsets).tolist() == [4, 5, 4, 5, 6]
+    assert layout.positions(1, mask.cu_seqlens, offsets=[0, 4, 4]).tolist() == [0, 1, 2, 3]
     with pytest.raises(InputError, match=r"offsets has shape \(2,\) for 3 documents"):
         layout.positions(0, mask.cu_seqlens, offsets=[0, 4])
 
@@ -111,6 +112,30 @@ def test_from_spans_keeps_the_order_of_a_rank() -> None:
     assert layout.owner([0, 2, 9]).tolist() == [0, 2, 0]
 
 
+@given(lengths, st.integers(1, 4), st.integers(1, 4))
+def test_neighbouring_ranks_joined(items: list[int], blocks: int, size: int) -> None:
+    layout = Layout.zigzag(borders(items), blocks * size)
+    joined = layout.joined(size)
+    check(joined)
+    assert joined.world_size == blocks
+    for block in range(blocks):
+        held = np.concatenate([layout.indices(rank) for rank in range(block * size, (block + 1) * size)])
+        assert joined.indices(block).tolist() == sorted(held.tolist())
+
+
+@given(lengths, worlds)
+def test_local_spans(items: list[int], world: int) -> None:
+    layout = Layout.zigzag(borders(items), world)
+    layout = Layout.from_spans(layout.total, [own[::-1] for own in layout.spans])
+    for rank in range(world):
+        tokens = layout.indices(rank)
+        starts, stops, to_local = layout.local_spans(rank)
+        assert starts.tolist() == sorted(starts.tolist())
+        for start, stop, shift in zip(starts, stops, to_local, strict=True):
+            assert tokens[start + shift : stop + shift].tolist() == list(range(start, stop))
+        assert (stops - starts).sum() == len(tokens)
+
+
 def test_identity() -> None:
     cu = [0, 137, 2178, 2267]
     a, b = Layout.zigzag(cu, 8), Layout.zigzag(torch.tensor(cu, dtype=torch.int32), 8)
@@ -121,7 +146,9 @@ def test_identity() -> None:
     assert a != Layout.contiguous(2267, 8)
     assert Layout.from_spans(4, [[(2, 4), (0, 2)]]) != Layout.from_spans(4, [[(0, 4)]]), "local order counts"
     assert pickle.loads(pickle.dumps(a)) == a
-    assert a.table is Layout.zigzag(cu, 8).table, "made once"
+    again = pickle.loads(pickle.dumps(a))
+    assert again.spans == a.spans
+    assert not again.starts.flags.writeable
     assert Layout.from_spans(2267, a.spans) == a
 
 

@@ -73,7 +73,10 @@ def test_area_of_any_slice_cut_by_any_two_spans(q, k, lo, hi, q_cut, k_cut) -> N
             expected[i, j] = (lo is None or j - i >= lo) and (hi is None or j - i <= hi)
     assert np.array_equal(dense, expected)
     assert mask.area == expected.sum()
-    assert mask.area_between(q_cut, k_cut) == expected[slice(*q_cut), slice(*k_cut)].sum()
+    rows = mask.rows
+    for cut, (start, stop) in ((sl.cut_q, q_cut), (sl.cut_k, k_cut)):
+        rows = cut(rows, *np.array([[start], [stop]] if stop > start else [[], []], dtype=np.int64))[0]
+    assert sl.area(rows).sum() == expected[slice(*q_cut), slice(*k_cut)].sum()
 
 
 @given(span, span, limit, limit, st.integers(-20, 20), st.integers(-20, 20))
@@ -113,6 +116,38 @@ def test_overlap_is_found_exactly(items) -> None:
         assert _pairs(Mask.from_slices(12, items).rows) == seen
 
 
+@given(st.lists(st.tuples(span, span, st.tuples(limit, limit)), max_size=4), st.lists(st.integers(0, 12), max_size=5))
+def test_the_first_pair_of_two_documents(items, cuts: list[int]) -> None:
+    mask = Mask(12, _rows(items), np.array([0, 12]))  # pairs may be named twice here
+    cu = sorted([0, 12, *cuts])
+    document = [max(d for d, start in enumerate(cu[:-1]) if start <= token) for token in range(12)]
+    crossing = sorted((document[q], document[k]) for q, k in _pairs(mask.rows) if document[q] != document[k])
+    assert mask.crosses_documents(cu) == (crossing[0] if crossing else None)
+
+
+def _rows(items) -> np.ndarray:
+    masks = [Mask.from_slices(12, [item]).rows for item in items]
+    return np.concatenate([*masks, np.empty((0, 6), dtype=np.int64)])
+
+
+def test_masks_that_cross_documents() -> None:
+    cu = [0, 4, 4, 9]
+    assert Mask.sliding_window(cu, 3).crosses_documents(cu) is None
+    assert Mask.causal([0, 9]).crosses_documents(cu) == (2, 0)
+    assert Mask.full([0, 9]).crosses_documents(cu) == (0, 2)
+    assert Mask.shared_prefix(3, [2, 4]).crosses_documents([0, 3, 5, 9]) == (1, 0)
+    assert Mask.causal([0]).crosses_documents([0, 0]) is None
+
+
+def test_positions_of_a_shared_prefix_go_on() -> None:
+    mask = Mask.shared_prefix(4, [2, 0, 3])
+    assert mask.position_offsets.tolist() == [0, 4, 4, 4]
+    assert pickle.loads(pickle.dumps(mask)).position_offsets.tolist() == [0, 4, 4, 4]
+    assert Mask.shared_prefix(4, []).position_offsets.tolist() == [0]
+    others = [Mask.causal([0, 4]), Mask.full([0, 4]), Mask.sliding_window([0, 4], 2), Mask.prefix_causal([0, 4], 1)]
+    assert [mask.position_offsets for mask in others] == [None] * 4
+
+
 def test_large_areas_are_exact() -> None:
     n = 50_000_000
     assert Mask.causal([0, n]).area == n * (n + 1) // 2
@@ -132,7 +167,9 @@ def test_identity_and_kinds() -> None:
     assert hash(a) == hash(b)
     assert a.fingerprint == b.fingerprint
     assert a != Mask.full([0, 4, 9])
-    assert pickle.loads(pickle.dumps(a)) == a
+    again = pickle.loads(pickle.dumps(a))
+    assert again == a
+    assert again.cu_seqlens.tolist() == [0, 4, 9]
     assert [s.kind for s in Mask.sliding_window([0, 9], 2).slices] == ["band"]
     assert [s.kind for s in a.slices] == ["causal", "causal"]
     assert [s.kind for s in Mask.prefix_causal([0, 5], [5]).slices] == ["full"]
@@ -161,7 +198,7 @@ def test_identity_and_kinds() -> None:
         (lambda: Mask.from_slices(5, [((0, 9), (0, 2), "full")]), r"inside 0 to 5"),
         (lambda: Mask.from_slices(5, [((0, 2), (0, 2), "diagonal")]), r"slice 0 is"),
         (lambda: Mask.from_slices(5, [((0, 2), "full")]), r"slice 0 is"),
-        (lambda: Mask.causal([0, 5]).cut([(0, 3), (2, 4)], [(0, 5)]), r"overlap"),
+        (lambda: Mask.causal([0, 5]).crosses_documents([0, 4]), r"ends at 4 but the mask has 5 tokens"),
     ],
 )
 def test_bad_masks(make, message: str) -> None:

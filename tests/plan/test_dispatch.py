@@ -11,18 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import lil_matrix
+from test_cost import borders, masks
 
 from longweave import InputError, Layout, Mask
-from longweave.plan.balance import AS_GOOD_AS_PERFECT, MODEL, Candidate, Portfolio
-from longweave.plan.cost import areas, cost, load_bound, receive_bound, traffic
-from longweave.plan.grid import auto_chunk_size, make_grid
+from longweave.plan.cost import CPU, Machine, Shape, cost, load_bound, receive_bound
+from longweave.plan.dispatch import AS_GOOD_AS_PERFECT, Candidate, Portfolio
+from longweave.plan.dispatch.grid import auto_chunk_size, make_grid
 
+SHAPE, MACHINE = Shape(), Machine()
+SECONDS_PER_PAIR, SECONDS_PER_TOKEN = MACHINE.seconds_per_pair(SHAPE), MACHINE.seconds_per_token(SHAPE)
 TOKENS_PER_RANK = 8192
 KINDS = ("lognormal", "mixture", "giant", "single", "tiny", "equal")
-
-
-def borders(lengths: list[int]) -> list[int]:
-    return [0, *np.cumsum(lengths, dtype=int).tolist()]
 
 
 # -- packs ------------------------------------------------------------------------------------------
@@ -50,91 +49,7 @@ def pack(kind: str, world: int, seed: int = 0) -> list[int]:
     return lengths
 
 
-@st.composite
-def masks(draw: st.DrawFn, largest: int = 14) -> Mask:
-    """Every kind of mask over small ragged packs, empty documents included."""
-    lengths = draw(st.lists(st.integers(0, largest), min_size=1, max_size=6))
-    cu = borders(lengths)
-    kind = draw(st.sampled_from(["causal", "full", "window", "prefix", "shared", "slices"]))
-    if kind == "causal":
-        return Mask.causal(cu)
-    if kind == "full":
-        return Mask.full(cu)
-    if kind == "window":
-        return Mask.sliding_window(cu, draw(st.integers(1, largest)))
-    if kind == "prefix":
-        return Mask.prefix_causal(cu, [draw(st.integers(0, n)) for n in lengths])
-    if kind == "shared":
-        return Mask.shared_prefix(lengths[0], lengths[1:])
-    total = cu[-1]
-    slices = []
-    for start, stop in itertools.pairwise(cu):
-        keys = sorted((draw(st.integers(0, total)), draw(st.integers(0, total))))
-        slices.append(((start, stop), keys, draw(st.sampled_from(["full", "causal", (-3, 2)]))))
-    return Mask.from_slices(total, slices)
-
-
 worlds = st.integers(1, 9)
-
-
-@st.composite
-def layouts(draw: st.DrawFn, total: int, world: int) -> Layout:
-    cuts = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=8))})
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(world)]
-    for span in draw(st.permutations(list(itertools.pairwise(cuts)))):
-        spans[draw(st.integers(0, world - 1))].append(span)
-    return Layout.from_spans(total, spans)
-
-
-# -- cost ---------------------------------------------------------------------------------------------
-
-
-@given(st.data())
-def test_cost_counts_pairs_and_tokens_one_by_one(data: st.DataObject) -> None:
-    mask, world = data.draw(masks()), data.draw(worlds)
-    layout = data.draw(layouts(mask.total, world))
-    node_size = data.draw(st.integers(1, world + 1))
-    dense = mask.dense()
-    owner = np.asarray(layout.owner(np.arange(mask.total)))
-    moved = np.zeros((world, world), dtype=int)  # tokens from, to
-    for rank in range(world):
-        seen = np.flatnonzero(dense[owner == rank].any(axis=0))
-        moved[:, rank] = np.bincount(owner[seen], minlength=world)
-    np.fill_diagonal(moved, 0)
-    assert areas(mask, layout).tolist() == [int(dense[owner == rank].sum()) for rank in range(world)]
-    sent, received = traffic(mask, layout)
-    assert sent.tolist() == moved.sum(1).tolist()
-    assert received.tolist() == moved.sum(0).tolist()
-    node = np.arange(world) // node_size
-    across = np.where(node[:, None] == node[None], 0, moved)
-    result = cost(mask, layout, node_size)
-    assert result.sent_across.tolist() == across.sum(1).tolist()
-    assert result.received_across.tolist() == across.sum(0).tolist()
-    assert (result.area.tolist(), result.sent.tolist()) == (areas(mask, layout).tolist(), sent.tolist())
-
-
-@given(st.data())
-def test_bounds_hold_for_every_layout(data: st.DataObject) -> None:
-    cu = borders(data.draw(st.lists(st.integers(0, 14), min_size=1, max_size=6)))
-    mask, world = Mask.causal(cu), data.draw(worlds)
-    layout = data.draw(layouts(mask.total, world))
-    largest, total = receive_bound(mask, world, tokens_per_rank=max(1, *layout.counts))
-    received = traffic(mask, layout)[1]
-    assert received.max() >= largest
-    assert received.sum() >= total
-    assert areas(mask, layout).max() >= load_bound(mask, world)
-
-
-def test_receive_bound_by_hand() -> None:
-    # 10 tokens, at most 4 a rank: whoever holds the end receives 6, and 10 + 6 + 2 are seen, 10 of them at home.
-    assert receive_bound(Mask.causal([0, 10, 12]), 3) == (6, 8)
-    assert receive_bound(Mask.causal([0, 4, 8]), 2) == (0, 0)
-    assert receive_bound(Mask.causal([0]), 2) == (0, 0)
-
-
-def test_cost_refuses_another_pack() -> None:
-    with pytest.raises(InputError, match="mask has 5 tokens and the layout 6"):
-        traffic(Mask.causal([0, 5]), Layout.contiguous(6, 2))
 
 
 def test_grid_finds_documents_that_the_mask_does_not_name() -> None:
@@ -180,22 +95,22 @@ def test_never_worse_than_a_member(mask: Mask, world: int) -> None:
 def test_never_slower_than_plain_heuristics(kind: str) -> None:
     for world in (2, 8):
         mask = Mask.causal(borders(pack(kind, world)))
-        ours = cost(mask, Layout.balanced(mask, world)).seconds(MODEL)
-        good = AS_GOOD_AS_PERFECT * mask.area / world * MODEL.seconds_per_pair  # from here on traffic decides
+        ours = cost(mask, Layout.balanced(mask, world)).seconds(SHAPE, MACHINE)
+        good = AS_GOOD_AS_PERFECT * mask.area / world * SECONDS_PER_PAIR  # from here on traffic decides
         for other in (Layout.contiguous(mask.total, world), Layout.zigzag(mask.cu_seqlens, world)):
-            assert ours <= max(good, cost(mask, other).seconds(MODEL))
+            assert ours <= max(good, cost(mask, other).seconds(SHAPE, MACHINE))
 
 
 def test_cuts_lie_on_the_chunk_grid() -> None:
     mask = Mask.causal(borders(pack("lognormal", 8)))
     layout = Layout.balanced(mask, 8, chunk_size=256)
-    starts = layout.table.sorted[0]
+    starts = layout.sorted[0]
     document = np.searchsorted(mask.cu_seqlens, starts, side="right") - 1
     assert ((starts - mask.cu_seqlens[document]) % 256 == 0).all()
 
 
 def test_equal_masks_with_other_documents_are_other_problems() -> None:
-    """A cache that knew only the pairs would answer the second with the chunks of the first."""
+    """Documents that a mask names are cut into chunks one by one."""
     named = Mask.shared_prefix(1000, [700, 700, 700])
     unnamed = Mask.from_slices(named.total, named.slices)
     assert named == unnamed
@@ -210,11 +125,24 @@ def test_documents_that_a_mask_does_not_name_stay_whole() -> None:
     assert Layout.balanced(blocks, 2).spans == (((0, 6),), ((6, 12),))
 
 
-def test_same_problem_is_solved_once_and_pickles() -> None:
-    cu = borders(pack("lognormal", 4))
-    layout = Layout.balanced(Mask.causal(cu), 4)
-    assert Layout.balanced(Mask.causal(cu), 4).table is layout.table
+def test_balanced_layouts_pickle() -> None:
+    layout = Layout.balanced(Mask.causal(borders(pack("lognormal", 4))), 4)
     assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_the_layer_and_the_machine_decide_what_is_slow() -> None:
+    """Where links are slow the solver moves less, and a layout made for a machine serves it best."""
+    mask = Mask.causal(borders(pack("lognormal", 16)))
+    slow, fast = Machine(bytes_per_second=5e9), Machine(bytes_per_second=1e15)
+    received = {
+        machine: cost(mask, Layout.balanced(mask, 16, machine=machine)).received.max() for machine in (slow, fast)
+    }
+    assert received[slow] < received[fast]
+    few_kv_heads = Shape(kv_heads=1)
+    for shape, machine in ((few_kv_heads, MACHINE), (SHAPE, slow), (SHAPE, CPU)):
+        layouts = [Layout.balanced(mask, 16, shape=shape, machine=machine), Layout.balanced(mask, 16)]
+        own, default = (cost(mask, layout).seconds(shape, machine) for layout in layouts)
+        assert own <= 1.03 * default, "a layout for this machine is no slower on it than one for another"
 
 
 # -- quality, against what no layout can beat ---------------------------------------------------------------
@@ -226,9 +154,9 @@ def check_quality(kind: str, world: int, seed: int, slack: float, imbalance: flo
     layout = Layout.balanced(mask, world)
     result = cost(mask, layout)
     most = -(-mask.total // world) + auto_chunk_size(mask.total, world)
-    compute = load_bound(mask, world) * MODEL.seconds_per_pair
-    moved = receive_bound(mask, world, most)[0] * MODEL.seconds_per_token
-    assert result.seconds(MODEL) <= slack * max(compute, moved)
+    compute = load_bound(mask, world) * SECONDS_PER_PAIR
+    moved = receive_bound(mask, world, most)[0] * SECONDS_PER_TOKEN
+    assert result.seconds(SHAPE, MACHINE) <= slack * max(compute, moved)
     assert result.imbalance <= imbalance
     assert max(layout.counts) <= most
     assert min(layout.counts) >= TOKENS_PER_RANK - 2 * auto_chunk_size(mask.total, world)
@@ -261,7 +189,7 @@ def every_member(mask: Mask, world: int) -> list[Candidate]:
 def test_traffic_is_far_below_that_of_chunks_without_documents() -> None:
     mask = Mask.causal(borders(pack("lognormal", 32)))
     members = {m.name: m.seconds for m in every_member(mask, 32)}
-    assert cost(mask, Layout.balanced(mask, 32)).seconds(MODEL) < 0.7 * members["lpt"]
+    assert cost(mask, Layout.balanced(mask, 32)).seconds(SHAPE, MACHINE) < 0.7 * members["lpt"]
 
 
 def test_swaps_lower_the_traffic_of_lpt() -> None:
@@ -292,7 +220,7 @@ def test_a_shared_prompt_lies_on_all_ranks(branches: list[int]) -> None:
     layout = Layout.balanced(mask, 8)
     result = cost(mask, layout)
     assert len(set(np.asarray(layout.owner(np.arange(4096))).tolist())) == 8
-    assert result.seconds(MODEL) <= 1.02 * load_bound(mask, 8) * MODEL.seconds_per_pair
+    assert result.seconds(SHAPE, MACHINE) <= 1.02 * load_bound(mask, 8) * SECONDS_PER_PAIR
     assert max(result.sent.max(), result.received.max()) <= 1.2 * 4096
 
 
@@ -310,7 +238,7 @@ def optimum(mask: Mask, world: int, chunk: int) -> float:
     count = len(tokens)
     own, need, sent = (lambda c, r, k=k: (k * count + c) * world + r for k in range(3))
     last = 3 * count * world  # the time, in units of mean compute
-    unit = mask.area / world * MODEL.seconds_per_pair
+    unit = mask.area / world * SECONDS_PER_PAIR
     rows: list[tuple[dict[int, float], float, float]] = []
     for c, r in itertools.product(range(count), range(world)):
         for later in range(c, count):
@@ -322,8 +250,8 @@ def optimum(mask: Mask, world: int, chunk: int) -> float:
         rows.append(({own(c, r): 1 for r in range(world)}, 1, 1))
     for r in range(world):
         rows.append(({own(c, r): tokens[c] for c in range(count)}, 0, -(-mask.total // world) + chunk))
-        compute = {own(c, r): area[c] * MODEL.seconds_per_pair / unit for c in range(count)}
-        per_token = tokens * MODEL.seconds_per_token / unit
+        compute = {own(c, r): area[c] * SECONDS_PER_PAIR / unit for c in range(count)}
+        per_token = tokens * SECONDS_PER_TOKEN / unit
         received = {need(c, r): per_token[c] for c in range(count)} | {own(c, r): -per_token[c] for c in range(count)}
         for load in (compute, received, {sent(c, r): per_token[c] for c in range(count)}):
             rows.append(({last: 1, **{k: -v for k, v in load.items()}}, 0, np.inf))
@@ -352,7 +280,7 @@ def optimum(mask: Mask, world: int, chunk: int) -> float:
 )
 def test_gap_to_the_optimum(lengths: list[int], world: int) -> None:
     mask = Mask.causal(borders(lengths))
-    ours = cost(mask, Layout.balanced(mask, world, chunk_size=512, imbalance=1.0)).seconds(MODEL)
+    ours = cost(mask, Layout.balanced(mask, world, chunk_size=512, imbalance=1.0)).seconds(SHAPE, MACHINE)
     assert ours <= 1.25 * optimum(mask, world, 512)
 
 

@@ -1,58 +1,13 @@
-"""Group-cast schedules, walked by hand: received = needed, token for token, each once, and every pair computed."""
+"""Plans: which strategy and why, identity, and what a report says."""
+
+import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from test_routing import layouts
-from test_work import MASKS, pairs
 
-from longweave import Layout, Mask
-from longweave.plan.cast import cast
-from longweave.plan.cost import traffic
-from longweave.plan.schedule import make_plan
-
-
-@pytest.mark.parametrize("name", MASKS)
-@given(layout=layouts(22, 4), stages=st.integers(1, 3))
-def test_received_is_needed_and_all_work_is_done(name: str, layout: Layout, stages: int) -> None:
-    mask = MASKS[name]
-    dense = mask.dense()
-    world = layout.world_size
-    schedules = [cast(mask, layout.table, rank, stages) for rank in range(world)]
-    sent, received = traffic(mask, layout)
-    for rank, schedule in enumerate(schedules):
-        mine = layout.indices(rank)
-        needed = set(np.flatnonzero(dense[mine].any(0)).tolist()) - set(mine.tolist())
-        arrived: list[int] = []
-        done = [(int(mine[q]), int(mine[k])) for q, k in pairs(schedule.own)]
-        for number, stage in enumerate(schedule.stages):
-            mail = []
-            for peer in range(world):
-                theirs = schedules[peer].stages[number]
-                tokens = layout.indices(peer)[theirs.send_index]
-                parts = np.split(tokens, np.cumsum(theirs.send_splits)[:-1])
-                assert len(parts[rank]) == stage.recv_splits[peer]
-                mail.append(parts[rank])
-            in_order = np.concatenate(mail)[stage.order]
-            assert (np.diff(in_order) > 0).all(), "in token order"
-            arrived += in_order.tolist()
-            done += [(int(mine[q]), int(in_order[k])) for q, k in pairs(stage.rows)]
-        assert len(arrived) == len(set(arrived)), "each token once"
-        assert set(arrived) == needed, "exactly what is needed"
-        assert len(arrived) == received[rank]
-        assert sum(len(stage.send_index) for stage in schedule.stages) == sent[rank]
-        sizes = [sum(stage.recv_splits) for stage in schedule.stages]
-        assert not sizes or max(sizes) - min(sizes) <= 1, "stages of equal size"
-        assert len(sizes) == len(schedules[0].stages), "the same exchanges on every rank"
-        assert sorted(done) == sorted((int(q), int(k)) for q in mine for k in np.flatnonzero(dense[q]))
-
-
-def test_documents_on_one_rank_cost_nothing() -> None:
-    cu = [0, 50, 100, 150, 200]
-    layout = Layout.contiguous(200, 4)
-    for rank in range(4):
-        assert cast(Mask.causal(cu), layout.table, rank, 2).stages == (), "no exchange at all"
+from longweave import InputError, Layout, Mask
+from longweave.plan.cost import CPU, Machine, Shape
+from longweave.plan.schedule import check_ulysses_size, make_plan
 
 
 def test_auto_takes_groupcast_for_short_documents_and_says_why() -> None:
@@ -81,15 +36,16 @@ def test_more_traffic_more_stages_and_nothing_kept() -> None:
     assert not plan.keep_kv, "seven times a rank's own block"
 
 
-def test_a_plan_is_made_once() -> None:
+def test_equal_plans() -> None:
     mask = Mask.causal([0, 700, 1000])
     layout = Layout.balanced(mask, 4)
     a, b = make_plan(mask, layout), make_plan(Mask.causal([0, 700, 1000]), Layout.balanced(mask, 4))
     assert a == b
     assert hash(a) == hash(b)
-    assert a is not b, "each batch asks for agreement anew"
-    assert a.decision is b.decision, "but decides nothing twice"
+    assert a.fingerprint == b.fingerprint
     assert make_plan(mask, layout, "ring") != a
+    with pytest.raises(AttributeError):
+        a.strategy = "ring"
 
 
 def test_plans_that_run_differently_are_different() -> None:
@@ -124,8 +80,6 @@ def test_report_of_every_rank_on_an_uneven_layout() -> None:
 
 
 def test_plans_pickle() -> None:
-    import pickle
-
     mask = Mask.causal([0, 700, 1000])
     plan = make_plan(mask, Layout.balanced(mask, 4))
     again = pickle.loads(pickle.dumps(plan))
@@ -164,3 +118,44 @@ def test_report_shows_what_groupcast_saves() -> None:
     assert sum(r.bytes_received for r in report.ranks) == 0
     assert report.receive_bound == 0
     assert report.load_bound == -(-mask.area // 8)
+
+
+def test_the_shape_and_the_machine_of_a_plan() -> None:
+    mask, layout = Mask.causal([0, 700, 1000]), Layout.zigzag([0, 700, 1000], 4)
+    plan = make_plan(mask, layout)
+    assert (plan.shape, plan.machine) == (Shape(), Machine())
+    plan = make_plan(mask, layout, heads=8, kv_heads=2, head_dim=64, v_dim=32, itemsize=4, machine=CPU)
+    assert (plan.shape, plan.machine) == (Shape(8, 2, 64, 32, 4), CPU)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": [0, 9]}, r"mask is a list"),
+        ({"layout": [[(0, 9)]]}, r"layout is a list"),
+        ({"layout": Layout.contiguous(8, 2)}, r"mask has 9 tokens and the layout 8"),
+        ({"strategy": "magic"}, r"strategy is 'magic'"),
+        ({"heads": 0}, r"heads is 0"),
+        ({"heads": 6, "kv_heads": 4}, r"must be a multiple"),
+        ({"v_dim": 0}, r"v_dim is 0"),
+        ({"strategy": "ring", "ulysses_size": 3}, r"ulysses_size is 3; give a divisor of the 2 ranks"),
+        ({"strategy": "groupcast", "ulysses_size": 2}, r"not with groupcast"),
+    ],
+)
+def test_bad_plans(options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_plan(**{"mask": Mask.causal([0, 9]), "layout": Layout.contiguous(9, 2), **options})
+
+
+def test_ulysses_size() -> None:
+    assert check_ulysses_size("ulysses", None, 6) == 6
+    assert check_ulysses_size("ring", None, 6) == 1
+    assert check_ulysses_size("ring", 3, 6) == 3
+
+
+def test_report_counts_the_tasks_of_blocks() -> None:
+    """Ranks that exchange heads compute the same tasks; alone, a rank of a long document has one or two per source."""
+    mask, layout = Mask.causal([0, 64]), Layout.zigzag([0, 64], 4)
+    assert [r.kernel_tasks for r in make_plan(mask, layout, "ulysses").report().ranks] == [1, 1, 1, 1]
+    assert [r.kernel_tasks for r in make_plan(mask, layout, "ring").report().ranks] == [4, 4, 4, 4]
+    assert [r.kernel_tasks for r in make_plan(mask, layout, "allgather").report().ranks] == [2, 2, 2, 1]
