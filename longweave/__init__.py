@@ -15,13 +15,21 @@ from longweave.errors import BackendError, GroupError, InputError, LongweaveErro
 from longweave.plan import Layout, Mask, Plan, Slice, Span, make_plan
 
 if TYPE_CHECKING:
-    from longweave.comm.agree import unchecked
+    from longweave.comm.agreement import unchecked
+    from longweave.documents import document_mean, document_sum, shift
+    from longweave.linear.conv import causal_conv1d
     from longweave.linear.gather import gather_recompute
-    from longweave.linear.halo import causal_conv1d
-    from longweave.linear.mixers import gated_delta_rule
+    from longweave.linear.mixers import (
+        gated_delta_rule,
+        gated_linear_attention,
+        kimi_delta_attention,
+        lightning_attention,
+        ssd,
+    )
     from longweave.models.batch import Batch, shard_batch
-    from longweave.models.gradients import loss_scale, reduce_gradients, reduce_sum
-    from longweave.models.parallel import parallelize, restore
+    from longweave.models.loss import loss_scale, reduce_gradients, reduce_sum
+    from longweave.models.parallelize import parallelize, restore
+    from longweave.pack import Pack
     from longweave.softmax.attention import attention
     from longweave.tokens import reshard, shard, unshard
 
@@ -29,19 +37,27 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Batch": "longweave.models.batch",
+    "Pack": "longweave.pack",
     "attention": "longweave.softmax.attention",
-    "causal_conv1d": "longweave.linear.halo",
+    "causal_conv1d": "longweave.linear.conv",
+    "document_mean": "longweave.documents",
+    "document_sum": "longweave.documents",
     "gated_delta_rule": "longweave.linear.mixers",
+    "gated_linear_attention": "longweave.linear.mixers",
     "gather_recompute": "longweave.linear.gather",
-    "loss_scale": "longweave.models.gradients",
-    "parallelize": "longweave.models.parallel",
-    "reduce_gradients": "longweave.models.gradients",
-    "reduce_sum": "longweave.models.gradients",
+    "kimi_delta_attention": "longweave.linear.mixers",
+    "lightning_attention": "longweave.linear.mixers",
+    "loss_scale": "longweave.models.loss",
+    "parallelize": "longweave.models.parallelize",
+    "reduce_gradients": "longweave.models.loss",
+    "reduce_sum": "longweave.models.loss",
     "reshard": "longweave.tokens",
-    "restore": "longweave.models.parallel",
+    "restore": "longweave.models.parallelize",
     "shard": "longweave.tokens",
     "shard_batch": "longweave.models.batch",
-    "unchecked": "longweave.comm.agree",
+    "shift": "longweave.documents",
+    "ssd": "longweave.linear.mixers",
+    "unchecked": "longweave.comm.agreement",
     "unshard": "longweave.tokens",
 }
 
@@ -53,13 +69,19 @@ __all__ = [
     "Layout",
     "LongweaveError",
     "Mask",
+    "Pack",
     "Plan",
     "Slice",
     "Span",
     "attention",
     "causal_conv1d",
+    "document_mean",
+    "document_sum",
     "gated_delta_rule",
+    "gated_linear_attention",
     "gather_recompute",
+    "kimi_delta_attention",
+    "lightning_attention",
     "loss_scale",
     "make_plan",
     "parallelize",
@@ -70,6 +92,8 @@ __all__ = [
     "restore",
     "shard",
     "shard_batch",
+    "shift",
+    "ssd",
     "unchecked",
     "unshard",
 ]

@@ -196,6 +196,15 @@ class PackCore:
             call = self._calls[kind] = (description, digest(description))
         self._ledger.note(*call)
 
+    def refuse_crossing(self, name: str) -> None:
+        """For operators that run along each document: a mask that joins documents asks for something else."""
+        crossing = self.mask.crosses_documents(self.cu_seqlens)
+        if crossing is not None:
+            raise InputError(
+                f"the mask lets document {crossing[0]} see document {crossing[1]}, but {name} runs along each document "
+                "by itself; give such masks to models that have softmax attention only"
+            )
+
     def check_tokens(self, *tensors: Tensor) -> None:
         """All have this rank's tokens first."""
         for x in tensors:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 torch.set_num_threads(1)
 settings.register_profile("longweave", deadline=None, derandomize=True, max_examples=60)

@@ -93,6 +93,7 @@ def _check(
     for one, taps, offset in zip(xs, weights, biases, strict=True):
         check_conv(one, taps, offset, activation)
     core.check_tokens(*xs)
+    core.refuse_crossing("causal_conv1d")
     if len({taps.shape[1] for taps in weights}) > 1 or len({one.dtype for one in xs}) > 1:
         raise InputError(
             f"widths {[w.shape[1] for w in weights]} and dtypes {[y.dtype for y in xs]}: to share an exchange, "

@@ -250,12 +250,7 @@ def _enter(
 
     def check_all() -> None:
         check_method(method)
-        crossing = core.mask.crosses_documents(core.cu_seqlens)
-        if crossing is not None:
-            raise InputError(
-                f"the mask lets document {crossing[0]} see document {crossing[1]}, but {name} carries its state inside "
-                "each document; give such masks to models that have softmax attention only"
-            )
+        core.refuse_crossing(name)
         core.check_tokens(*by_token)
         check(core)
 

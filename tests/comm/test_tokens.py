@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import longweave as lw
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 CASES = {
     "three ragged": [0, 137, 178, 267],

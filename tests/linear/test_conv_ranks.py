@@ -10,7 +10,7 @@ from torch import Tensor
 
 import longweave as lw
 from longweave.kernels import conv
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 PACKS = {**PACKS, "fragments shorter than the halo": [0, 9, 11, 30]}
 

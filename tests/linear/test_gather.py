@@ -9,7 +9,7 @@ from linear_ranks import PACKS, layout_of
 from torch import Tensor, nn
 
 import longweave as lw
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 TOTAL = 53
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import longweave as lw
 from longweave.linear import mixers
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 CU = [0, 10, 16]
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longweave as lw
 from longweave.kernels import conv, delta_rule
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 CU = [0, 30, 31, 50]
 HEADS, DIM = 2, 8

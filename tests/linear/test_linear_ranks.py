@@ -18,7 +18,7 @@ from longweave.kernels.relatives import retnet_log_decay
 from longweave.linear import mixers
 from longweave.plan.chains import sent_bytes
 from longweave.plan.fragments import fragments
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 WEAK = 5e-4  # g is uniform in (−1e-3, 0): a state lasts longer than any document here
 

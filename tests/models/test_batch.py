@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import longweave as lw
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 FEATURES = 12
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 RECIPES = {

@@ -10,7 +10,7 @@ from reference import worst
 from torch import nn
 
 import longweave as lw
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import longweave as lw
 from longweave.models import register, unregister
 from longweave.models.step import Step
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from reference import Problem, solve, worst
 
 import longweave as lw
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 CU = [0, 37, 38, 38, 41, 100, 107]
 GIANT = [0, 1, 3, 150, 151, 153, 153]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import longweave as lw
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 CU = [0, 10, 16]
 

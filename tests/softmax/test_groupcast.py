@@ -10,7 +10,7 @@ from test_attention import GIANT, compare, layout_of
 import longweave as lw
 from longweave.plan import cast as cast_module
 from longweave.plan.cost import traffic
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 LENGTHS = [40, 1, 1, 3, 25, 0, 60, 7, 7, 13]
 CU = [0, *np.cumsum(LENGTHS).tolist()]

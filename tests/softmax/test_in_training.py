@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import longweave as lw
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 
 CU = [0, 30, 31, 50]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import longweave as lw
 from longweave.cli import app
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 from longweave.tools.train.config import TrainConfig
 from longweave.tools.train.data import documents, draw_pack
 from longweave.tools.train.launch import train_and_show

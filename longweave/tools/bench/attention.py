@@ -20,7 +20,7 @@ from longweave.kernels.merge import Partial
 from longweave.kernels.tasks import Tasks
 from longweave.plan.cost import areas
 from longweave.softmax.strategies import Call, RingOfHeads
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 from longweave.tools.bench.timing import seconds
 
 HEADS, KV_HEADS, DIM = 8, 2, 64

@@ -18,7 +18,7 @@ from longweave.kernels.delta_rule import GatedDeltaRule
 from longweave.kernels.delta_rule import gated_delta_rule as on_one_rank
 from longweave.linear.choice import METHODS
 from longweave.linear.mixers import method_of
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 from longweave.tools.bench.timing import seconds
 
 HEADS, DIM = 4, 128

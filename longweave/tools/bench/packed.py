@@ -18,7 +18,7 @@ from longweave.kernels.attention import attend, attend_backward
 from longweave.kernels.tasks import Tasks
 from longweave.plan.cost import cost
 from longweave.plan.estimate import CPU
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 from longweave.tools.bench.attention import DIM, HEADS, KV_HEADS, inputs
 from longweave.tools.bench.timing import seconds
 

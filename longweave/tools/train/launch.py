@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 from longweave.tools.train.config import TrainConfig
 from longweave.tools.train.loop import Metrics, train
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longweave.testing import RankError, Ranks, RankTimeoutError
+from longweave.launch import RankError, Ranks, RankTimeoutError
 
 
 def world() -> tuple[int, int, int, int]:
@@ -104,7 +104,7 @@ def test_a_hanging_rank_is_named_with_its_stack(ranks: Ranks) -> None:
 SCRIPT = """
 import sys, time
 sys.path.insert(0, {tests!r})
-from longweave.testing import Ranks
+from longweave.launch import Ranks
 from test_testing import pid, sleep_on
 if __name__ == "__main__":
     pool = Ranks(2)

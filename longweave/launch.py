@@ -1,6 +1,6 @@
-"""Run a function on N local ranks: for tests of code that talks to other ranks, without a launcher and without GPUs.
+"""Start N local ranks and run functions on them: for training, benchmarks and tests, without GPUs and torchrun.
 
-    from longweave.testing import Ranks
+    from longweave.launch import Ranks
 
     def total(x):                                    # a function that the ranks can import
         y = torch.full((), float(x))
