@@ -16,8 +16,9 @@ from torch import Tensor
 
 from longweave.comm.exchange import all_reduce_sum
 from longweave.comm.groups import Comm
+from longweave.core import PackCore
 from longweave.errors import InputError
-from longweave.pack import Pack, PackCore
+from longweave.pack import Pack
 from longweave.plan.routing import shift_route
 from longweave.tensors import Indices, eager, widened
 from longweave.tokens import TokenRoute, check_tokens

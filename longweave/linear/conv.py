@@ -19,10 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from longweave.comm.exchange import all_to_all_v
 from longweave.comm.groups import Comm
+from longweave.core import PackCore
 from longweave.errors import InputError
 from longweave.kernels.recurrence.conv import check_conv, conv_backward, conv_edges, conv_forward
 from longweave.linear.methods import in_place
-from longweave.pack import Pack, PackCore
+from longweave.pack import Pack
 from longweave.plan.fragments import halo_route
 from longweave.tensors import Indices, accumulation_dtype, eager
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longweave.comm.exchange import all_gather_v
+from longweave.core import PackCore
 from longweave.errors import InputError
-from longweave.pack import Pack, PackCore
+from longweave.pack import Pack
 from longweave.tensors import eager
 from longweave.tokens import Shards
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from longweave.comm.groups import Comm
+from longweave.core import METHODS, PackCore
 from longweave.kernels.recurrence.mixer import Mixer, transition_shape
 from longweave.linear.affine import Chains, Segments
-from longweave.pack import METHODS, PackCore
 from longweave.plan.chains import sent_bytes
 from longweave.plan.fragments import Fragments, fragments
 from longweave.plan.layout import Layout

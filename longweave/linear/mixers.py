@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from longweave.comm.agreement import compare
+from longweave.core import PackCore, check_method
 from longweave.errors import BackendError, InputError
 from longweave.kernels.recurrence import check_mixer, fla, mix
 from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
@@ -36,7 +37,7 @@ from longweave.kernels.recurrence.reference import recurrent
 from longweave.linear.affine import Segments, affine_mix
 from longweave.linear.gather import gathered
 from longweave.linear.methods import Contiguous, CutDocuments, MethodChoice, Sizes, choose, in_place, move_all, whole
-from longweave.pack import Pack, PackCore, check_method
+from longweave.pack import Pack
 from longweave.tensors import accumulation_dtype, eager
 
 

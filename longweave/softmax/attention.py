@@ -15,9 +15,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from longweave.core import PackCore
 from longweave.errors import InputError
 from longweave.kernels.attention import Kernel, choose
-from longweave.pack import Pack, PackCore, core_of
+from longweave.pack import Pack, core_of
 from longweave.plan.cost import Shape
 from longweave.plan.mask import Mask
 from longweave.plan.schedule import Plan
@@ -162,7 +163,6 @@ def _attention_backward(
     heads, kv_heads, dim = sizes
     shape = Shape(heads, kv_heads, dim, grad_out.shape[-1], kept.element_size())
     runner = _runner(core, (mask, window, strategy, options), shape)
-    core.enter(("backward of attention", *sizes, kept.dtype), lambda: None)
     if not runner.strategy.needs_inputs:
         inputs = []
     tokens, _, v_dim = grad_out.shape
@@ -320,8 +320,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def _kind(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, way: Way, how: How) -> tuple[object, ...]:
     """What must be alike on all ranks."""
-    tensors = (*(part for x in (q, k, v) for part in (x.dtype, x.shape[1:])), None if sinks is None else sinks.shape)
-    return ("attention of", *tensors, "mask, window, strategy, options", *way, "scale, softcap, backend, lse", *how)
+    tensors = (*(part for x in (q, k, v) for part in (x.dtype, tuple(x.shape[1:]))), sinks is not None)
+    return ("attention of q, k, v, sinks", *tensors, "mask, window, strategy, options", *way, "scale, softcap", *how)
 
 
 def _check_window(window: int | None) -> int | None:

@@ -204,3 +204,29 @@ def test_identity_and_kinds() -> None:
 def test_bad_masks(make, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
+
+
+def _positions(mask: Mask) -> np.ndarray:
+    document = np.searchsorted(mask.cu_seqlens, np.arange(mask.total), side="right") - 1
+    begin = mask.cu_seqlens[:-1] - (0 if mask.position_offsets is None else mask.position_offsets)
+    return np.arange(mask.total) - begin[document]
+
+
+@given(st.integers(1, 12), st.integers(0, 6), st.lists(st.integers(0, 5), min_size=1, max_size=4))
+def test_a_window_counts_positions(window: int, prefix: int, branches: list[int]) -> None:
+    cu = np.cumsum([0, prefix, *branches])
+    masks = [Mask.causal(cu), Mask.shared_prefix(prefix, branches), Mask.sliding_window(cu, 3)]
+    masks.append(Mask.from_slices(12, [((0, 6), (0, 6), "causal"), ((6, 12), (2, 12), (-5, 0))]))
+    for mask in masks:
+        at = _positions(mask)
+        near = at[:, None] - at[None, :] < window
+        assert np.array_equal(mask.windowed(window).dense(), mask.dense() & near)
+        assert mask.windowed(window).cu_seqlens.tolist() == mask.cu_seqlens.tolist()
+    assert Mask.causal(cu).windowed(window) == Mask.sliding_window(cu, window)
+
+
+def test_a_window_on_a_mask_that_looks_ahead_is_refused_unless_it_cuts_nothing() -> None:
+    for mask in (Mask.full([0, 5, 9]), Mask.prefix_causal([0, 5, 9], [3, 2])):
+        assert mask.windowed(5) is mask
+        with pytest.raises(InputError, match="window of 2 was given with a mask that lets tokens see ahead"):
+            mask.windowed(2)

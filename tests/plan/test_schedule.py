@@ -7,7 +7,7 @@ import pytest
 
 from longweave import InputError, Layout, Mask
 from longweave.plan.cost import CPU, Machine, Shape
-from longweave.plan.schedule import check_ulysses_size, make_plan
+from longweave.plan.schedule import make_plan
 
 
 def test_auto_takes_groupcast_for_short_documents_and_says_why() -> None:
@@ -139,7 +139,20 @@ def test_the_shape_and_the_machine_of_a_plan() -> None:
         ({"heads": 6, "kv_heads": 4}, r"must be a multiple"),
         ({"v_dim": 0}, r"v_dim is 0"),
         ({"strategy": "ring", "ulysses_size": 3}, r"ulysses_size is 3; give a divisor of the 2 ranks"),
-        ({"strategy": "groupcast", "ulysses_size": 2}, r"not with groupcast"),
+        (
+            {"strategy": "groupcast", "ulysses_size": 2},
+            r"ulysses_size goes with ring and ulysses; strategy groupcast takes stages, keep_kv",
+        ),
+        ({"stages": 0}, r"stages is 0; give a positive int"),
+        ({"stages": True}, r"stages is True"),
+        ({"keep_kv": 2}, r"keep_kv is 2; give True or False"),
+        ({"loss_weight": 1}, r"there is no option 'loss_weight'; attention across ranks has stages, keep_kv, ulysses_"),
+        ({"strategy": "allgather", "heads_k_stride": 9}, r"heads_k_stride is 9 but there are 8 K/V heads"),
+        ({"strategy": "allgather", "heads_k_stride": 2, "bwd_head_first_stride": 3}, r"heads_k_stride is 2"),
+        (
+            {"strategy": "allgather", "heads_k_stride": 4, "bwd_head_first_stride": 3, "bwd_head_last_stride": 2},
+            r"together exceed heads_k_stride 4",
+        ),
     ],
 )
 def test_bad_plans(options: dict, message: str) -> None:
@@ -148,9 +161,24 @@ def test_bad_plans(options: dict, message: str) -> None:
 
 
 def test_ulysses_size() -> None:
-    assert check_ulysses_size("ulysses", None, 6) == 6
-    assert check_ulysses_size("ring", None, 6) == 1
-    assert check_ulysses_size("ring", 3, 6) == 3
+    mask, layout = Mask.causal([0, 100]), Layout.zigzag([0, 100], 6)
+    assert make_plan(mask, layout, "ulysses").ulysses_size == 6
+    assert make_plan(mask, layout, "ring").ulysses_size == 1
+    assert make_plan(mask, layout, "ring", ulysses_size=3).ulysses_size == 3
+
+
+def test_with_auto_an_option_holds_if_the_strategy_that_is_taken_has_it() -> None:
+    mask = Mask.causal(np.arange(0, 65537, 512))
+    plan = make_plan(mask, Layout.balanced(mask, 8), stages=3, keep_kv=False, ulysses_size=5, heads_k_stride=99)
+    assert (plan.strategy, plan.stages, plan.keep_kv, plan.ulysses_size) == ("groupcast", 3, False, 1)
+
+
+def test_head_groups_of_a_plan() -> None:
+    mask, layout = Mask.causal([0, 100]), Layout.zigzag([0, 100], 2)
+    plan = make_plan(mask, layout, "allgather", heads_k_stride=4, bwd_head_first_stride=1, bwd_head_last_stride=1)
+    assert plan.head_groups(backward=False) == ((0, 4), (4, 8))
+    assert plan.head_groups(backward=True) == ((0, 1), (1, 4), (4, 7), (7, 8))
+    assert plan != make_plan(mask, layout, "allgather", heads_k_stride=2)
 
 
 def test_report_counts_the_tasks_of_blocks() -> None:

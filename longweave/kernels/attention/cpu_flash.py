@@ -14,7 +14,7 @@ mode. The backward kernel takes the merged out and lse.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ from longweave.tensors import faking
 
 STRIP = 128  # rows of a strip
 STRIPS_FROM, STRIPS_TO = 384, 2048  # causal tasks with that many rows go by strips
+WIDE = 2048  # keys of a strip: with more, its two edges are calls of their own
+MASK_BYTES = 64 << 20
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -133,9 +135,22 @@ def _strips(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[FlashC
         # Limits that cut nothing off this strip would only make a mask of zeros.
         low = lo + a - first if b - 1 + lo > first else -NO_LIMIT
         high = hi + a - first if a + hi < last - 1 else NO_LIMIT
-        band = None if low <= -NO_LIMIT and high >= NO_LIMIT else (low, high)
-        calls.append(FlashCall(a, b, first, last, False, band))
+        if low > -NO_LIMIT and last - first > WIDE:
+            calls += _wide_strip(a, b, first, last, low, high)
+        else:
+            band = None if low <= -NO_LIMIT and high >= NO_LIMIT else (low, high)
+            calls.append(FlashCall(a, b, first, last, False, band))
     return calls
+
+
+def _wide_strip(a: int, b: int, first: int, last: int, low: int, high: int) -> list[FlashCall]:
+    """A strip of a wide window: its lower edge by a small mask, what all rows see, and a triangle at the upper edge."""
+    seen = first + low + b - a  # the first key that no row is too late for
+    lower = FlashCall(a, b, first, seen, False, (low, NO_LIMIT))
+    if high >= NO_LIMIT:
+        return [lower, FlashCall(a, b, seen, last, False, None)]
+    diagonal = first + high
+    return [lower, FlashCall(a, b, seen, diagonal, False, None), FlashCall(a, b, diagonal, last, True, None)]
 
 
 def _mask(call: FlashCall, dtype: torch.dtype) -> Tensor | None:
@@ -150,16 +165,32 @@ def _mask(call: FlashCall, dtype: torch.dtype) -> Tensor | None:
     # In the large mask the upper edge of row 0 stands at column `edge`; shift so that it falls on `high`.
     edge = 1 << max(high, 1).bit_length()
     columns = max(edge - high + keys, edge + STRIP)
-    make = _edges.__wrapped__ if faking() else _edges
-    mask = make(edge, 1 << columns.bit_length(), width, dtype)
+    mask = _masks.get(edge, 1 << columns.bit_length(), width, dtype)
     return mask[:queries, edge - high : edge - high + keys][None, None]
 
 
-@lru_cache(maxsize=32)  # constants by size, the same for all batches: the least used one dies when a 33rd is made
-def _edges(edge: int, columns: int, width: int, dtype: torch.dtype) -> Tensor:
-    distance = torch.arange(columns)[None, :] - torch.arange(STRIP)[:, None]
-    hidden = (distance > edge) | (distance < edge - width)
-    return torch.zeros(STRIP, columns, dtype=dtype).masked_fill_(hidden, -torch.inf)
+class _Masks:
+    """Additive masks by size, the same for all batches. The least used ones die when all take over MASK_BYTES."""
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[tuple[object, ...], Tensor] = OrderedDict()
+
+    def get(self, edge: int, columns: int, width: int, dtype: torch.dtype) -> Tensor:
+        key = (edge, columns, width, dtype)
+        if key in self._made and not faking():
+            self._made.move_to_end(key)
+            return self._made[key]
+        distance = torch.arange(columns)[None, :] - torch.arange(STRIP)[:, None]
+        hidden = (distance > edge) | (distance < edge - width)
+        mask = torch.zeros(STRIP, columns, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        if not faking():
+            self._made[key] = mask
+            while len(self._made) > 1 and sum(one.nbytes for one in self._made.values()) > MASK_BYTES:
+                self._made.popitem(last=False)
+        return mask
+
+
+_masks = _Masks()
 
 
 def _fast(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import longweave as lw
 from longweave.kernels.attention import attend, attend_backward, choose, cpu_flash
 from longweave.kernels.attention.partial import QuerySide, Tasks
-from longweave.plan.work import fuse
+from longweave.plan.tasks import fuse
 
 
 def pairs(calls: tuple[cpu_flash.FlashCall, ...], total: int) -> np.ndarray:
@@ -127,10 +127,26 @@ def test_float32_holds_the_contract(backend: str) -> None:
             assert error < 1e-5 * expected[which].abs().max(), which
 
 
+def test_strip_masks_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long jobs meet many windows: what is kept of them does not grow, and wide ones need no wide mask."""
+    masks = cpu_flash._Masks()
+    monkeypatch.setattr(cpu_flash, "_masks", masks)
+    monkeypatch.setattr(cpu_flash, "MASK_BYTES", 3 << 20)
+    q, k, v = (torch.rand(1, 2500, 8) for _ in range(3))
+    most = 0
+    for window in (*range(100, 1100, 100), 2100, 2499):
+        tasks = Tasks(lw.Mask.sliding_window([0, 2500], window).rows)
+        out, _ = attend(q, k, v, tasks, backend="cpu_flash")
+        assert worst(out, attend(q, k, v, tasks, backend="reference")[0]) < 1e-5
+        assert sum(mask.nbytes for mask in masks._made.values()) <= 3 << 20
+        most = max(most, len(masks._made))
+    assert most > 1, "some are kept"
+
+
 def test_a_fake_run_leaves_no_mask_behind() -> None:
     """The masks of strips are kept for the life of the process: a fake one would spoil every later run."""
     tasks = Tasks(lw.Mask.sliding_window([0, 300], 71).rows)
-    cpu_flash._edges.cache_clear()
+    cpu_flash._masks._made.clear()
     with FakeTensorMode():
         attend(*(torch.rand(2, 300, 8) for _ in range(3)), tasks, backend="cpu_flash")
     out, _ = attend(*(torch.rand(2, 300, 8) for _ in range(3)), tasks, backend="cpu_flash")

@@ -10,7 +10,7 @@ from reference import Problem, solve, worst
 
 from longweave.kernels.attention import Kernel, cuda_flash, flex, zeros_like_sum
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks
-from longweave.plan.work import fuse
+from longweave.plan.tasks import fuse
 
 
 def varlen_stand_in(q, k, v, cu_q, cu_k, window, scale):

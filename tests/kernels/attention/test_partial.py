@@ -1,5 +1,6 @@
 """Partial results: the merge, sinks, and the query side of a backward."""
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from reference import Problem, dense_attention, solve, worst
 import longweave as lw
 from longweave.kernels.attention import Kernel, attend, partial, zeros_like_sum
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
+from longweave.plan import slices
 
 
 @settings(max_examples=30)
@@ -20,7 +22,8 @@ def test_merge_in_any_order_and_with_nothing(parts: list[int], seed: int) -> Non
     q, k, v = (x.transpose(0, 1) for x in (problem.q, problem.k, problem.v))
     whole = Partial.empty(q, 4)
     for part in sorted(range(3), key=lambda p: parts[p % len(parts)]):
-        kernel.forward(whole, q, k, v, Tasks(mask.cut([(0, 9)], [(3 * part, 3 * part + 3)])))
+        span = np.array([3 * part]), np.array([3 * part + 3])
+        kernel.forward(whole, q, k, v, Tasks(slices.cut_k(mask.rows, *span)[0]))
     out, lse = dense_attention(problem.q, problem.k, problem.v, mask, scale=0.5)
     assert worst(whole.out.transpose(0, 1), out) < 1e-12
     assert worst(whole.lse.t(), lse) < 1e-12
