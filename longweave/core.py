@@ -25,7 +25,7 @@ from longweave.plan.fragments import Fragments, fragments
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import as_cu_seqlens
-from longweave.plan.schedule import Plan, check_options, make_plan
+from longweave.plan.schedule import OPTIONS, Plan, check_options, make_plan
 from longweave.tokens import Shards, check_size
 
 LAYOUTS = ("auto", "zigzag", "contiguous", "balanced")
@@ -95,7 +95,8 @@ class PackCore:
     @cached_property
     def fingerprint(self) -> str:
         """Equal on ranks that hold the same documents, layout and mask, and use the same ways."""
-        borders = f"{digest(self.cu_seqlens.tobytes().hex()):x}"
+        offsets = self.mask.position_offsets
+        borders = digest(f"{self.cu_seqlens.tolist()} {None if offsets is None else offsets.tolist()}")
         ways = f"{self.strategy} {self.method} {self.backend} {sorted(self.options.items())}"
         return f"{borders} {self.layout.fingerprint} {self.mask.fingerprint} {ways}"
 
@@ -154,17 +155,20 @@ class PackCore:
     ) -> Plan:
         """The plan of a call: its own mask, window, strategy and options, and for the rest those of the pack."""
         seen = self.mask if mask is None else self._mask_of(mask, None)
+        strategy = self.strategy if strategy == "auto" else strategy
+        # Of the pack's options, a strategy that the call names takes its own.
+        own = {name: value for name, value in self.options.items() if name in OPTIONS.get(strategy, self.options)}
         return make_plan(
             seen if window is None else seen.windowed(window),
             self.layout,
-            self.strategy if strategy == "auto" else strategy,
+            strategy,
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             v_dim=shape.v_dim,
             itemsize=shape.itemsize,
             machine=self.machine,
-            **{**self.options, **options},
+            **{**own, **options},
         )
 
     # -- calls -------------------------------------------------------------------------------------
