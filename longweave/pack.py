@@ -29,7 +29,7 @@ from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints
 from longweave.plan.schedule import Plan, Report
-from longweave.tokens import check_tokens
+from longweave.tokens import check_tokens, describe
 
 
 class Pack:
@@ -125,12 +125,8 @@ class Pack:
     def unshard(self, x_local: Tensor, dim: int = 0) -> Tensor:
         """The tokens of all ranks, in token order, on every rank; backward adds up gradients, see `lw.unshard`."""
         core = self.core
-        shape = None if not isinstance(x_local, Tensor) else (x_local.dtype, _but(x_local.shape, dim))
-
-        def check() -> None:
-            check_tokens(x_local, core.tokens, dim, f"the count of rank {core.comm.rank}")
-
-        core.enter(("unshard", shape, "along dim", dim), check)
+        whose = f"the count of rank {core.comm.rank}"
+        core.enter((describe("unshard", x_local, dim),), lambda: check_tokens(x_local, core.tokens, dim, whose))
         return core.shards.unshard(x_local, dim)
 
     @property
@@ -158,12 +154,6 @@ class Pack:
     def __repr__(self) -> str:
         held = f"{self.tokens} of {self.layout.total} tokens"
         return f"<Pack of {len(self.cu_seqlens) - 1} documents: rank {self.rank} of {self.world_size}, {held}>"
-
-
-def _but(shape: torch.Size, dim: int) -> tuple[int, ...]:
-    """The shape without one dimension."""
-    place = dim % max(len(shape), 1)
-    return (*shape[:place], *shape[place + 1 :])
 
 
 # -- handles -------------------------------------------------------------------------------------------

@@ -10,16 +10,21 @@ import longweave as lw
 ROOT = Path(lw.__file__).parent
 
 # A module may import from its own part and from the parts named here.
+BELOW_PACK = {"errors", "plan", "comm", "tensors", "tokens"}
+OPERATORS = BELOW_PACK | {"kernels", "pack"}
 ALLOWED = {
     "errors": set(),
+    "tensors": set(),
     "plan": {"errors"},
-    "comm": {"errors"},
-    "kernels": {"errors"},
-    "tokens": {"errors", "plan", "comm", "kernels"},
-    "softmax": {"errors", "plan", "comm", "kernels", "tokens"},
-    "linear": {"errors", "plan", "comm", "kernels", "tokens"},
-    "models": {"errors", "plan", "comm", "kernels", "tokens", "softmax", "linear"},
-    "testing": set(),
+    "comm": {"errors", "tensors"},
+    "kernels": {"errors", "tensors"},
+    "tokens": BELOW_PACK - {"tokens"},
+    "pack": BELOW_PACK,
+    "documents": BELOW_PACK | {"pack"},
+    "softmax": OPERATORS,
+    "linear": OPERATORS,
+    "models": OPERATORS | {"documents", "softmax", "linear"},
+    "launch": set(),
 }
 TOP = {"tools", "cli", "__init__"}  # may import everything
 
@@ -54,7 +59,7 @@ def test_imports_point_one_way() -> None:
 
 def test_only_comm_talks_to_other_ranks() -> None:
     for part, path in sources():
-        if part in {"comm", "testing"} | TOP:
+        if part in {"comm", "launch"} | TOP:
             continue
         assert not any(name.startswith("torch.distributed") for name in imports(path)), path
 
@@ -67,6 +72,85 @@ def test_the_plan_needs_no_torch() -> None:
             assert not any(name.split(".")[0] == "torch" for name in imports(path)), path
 
 
+# Functions that keep what they return, and why that is no cache of batches: it says at each of them when entries die.
+KEPT = {
+    "longweave/kernels/attention/cpu_flash.py": {"_edges"},
+    "longweave/kernels/attention/cuda_flash.py": {"_has_flash_attn"},
+    "longweave/kernels/attention/flex.py": {"_compiled"},
+    "longweave/kernels/attention/partial.py": {"compiled_merge"},
+    "longweave/kernels/recurrence/fla.py": {"load_op"},
+}
+CONTEXT_VARIABLES = {
+    "longweave/comm/agreement.py": ["longweave_checks"],  # are ranks compared?
+    "longweave/models/running.py": ["longweave_pack"],  # the pack whose model is running
+}
+WEAK = {
+    "longweave/comm/agreement.py": ["_ledgers"],  # of a process group, as long as it lives
+    "longweave/pack.py": ["_cores"],  # of a handle, as long as its pack lives
+}
+
+
+def trees() -> list[tuple[str, ast.Module]]:
+    return [(str(path.relative_to(ROOT.parent)), ast.parse(path.read_text())) for _, path in sources()]
+
+
+def named(node: ast.AST) -> str:
+    """`lru_cache` of `@lru_cache(maxsize=1)`, `@functools.lru_cache`, …"""
+    if isinstance(node, ast.Call | ast.Subscript):
+        return named(node.func if isinstance(node, ast.Call) else node.value)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def test_nothing_is_kept_but_by_its_owner() -> None:
+    """Plans, tables and index tensors live in the pack. A function with a memory is named here."""
+    found: dict[str, set[str]] = {}
+    for name, tree in trees():
+        if name.startswith("longweave/tools"):
+            continue  # programs of their own
+        kept = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef)
+            and {named(decorator) for decorator in node.decorator_list} & {"cache", "lru_cache"}
+        }
+        uses = [node for node in ast.walk(tree) if named(node) in ("cache", "lru_cache")]
+        decorators = sum(isinstance(node, ast.Call) for node in uses)
+        assert decorators <= len(kept), f"{name} uses a cache other than as a decorator"
+        if kept:
+            found[name] = kept
+    assert found == KEPT
+
+
+def test_context_variables_and_weak_tables_are_few() -> None:
+    variables: dict[str, list[str]] = {}
+    tables: dict[str, list[str]] = {}
+    for name, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and named(node) == "ContextVar":
+                variables.setdefault(name, []).append(ast.literal_eval(node.args[0]))
+            if isinstance(node, ast.AnnAssign | ast.Assign) and isinstance(node.value, ast.Call):
+                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+                if named(node.value).startswith("Weak"):
+                    tables.setdefault(name, []).append(named(target))
+    assert variables == CONTEXT_VARIABLES
+    assert tables == WEAK
+
+
+def test_modules_are_few_and_short() -> None:
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for _, path in sources()}
+    assert not {name: length for name, length in lengths.items() if length > 400}
+    assert len(lengths) <= 75
+
+
+def test_no_two_classes_share_a_name() -> None:
+    where: dict[str, list[str]] = {}
+    for name, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(name)
+    assert not {name: places for name, places in where.items() if len(places) > 1}
+
+
 def test_public_names() -> None:
     assert sorted(lw.__all__) == [
         "BackendError",
@@ -76,13 +160,19 @@ def test_public_names() -> None:
         "Layout",
         "LongweaveError",
         "Mask",
+        "Pack",
         "Plan",
         "Slice",
         "Span",
         "attention",
         "causal_conv1d",
+        "document_mean",
+        "document_sum",
         "gated_delta_rule",
+        "gated_linear_attention",
         "gather_recompute",
+        "kimi_delta_attention",
+        "lightning_attention",
         "loss_scale",
         "make_plan",
         "parallelize",
@@ -93,6 +183,8 @@ def test_public_names() -> None:
         "restore",
         "shard",
         "shard_batch",
+        "shift",
+        "ssd",
         "unchecked",
         "unshard",
     ]

@@ -66,7 +66,7 @@ def causal_conv1d(x: Any, weight: Any, bias: Any, pack: Pack, *, activation: str
     core.enter(kind, lambda: _check(xs, weights, biases, activation, core))
     core.check_tokens(*xs)
     halo = core.once(Halo, weights[0].shape[1])
-    results: tuple[Tensor, ...] = _Conv.apply(halo, activation == "silu", len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = _HaloConv.apply(halo, activation == "silu", len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
     return results[0] if isinstance(x, Tensor) else results
 
 
@@ -153,7 +153,7 @@ class Halo:
             dx.index_add_(0, home, part)  # tokens are distinct: no order to depend on
 
 
-class _Conv(torch.autograd.Function):
+class _HaloConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halo: Halo, silu: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.halo, ctx.silu, ctx.count = halo, silu, count

@@ -179,18 +179,23 @@ def test_a_mesh_dimension_is_a_group(ranks: Ranks) -> None:
     ranks.run(on_a_mesh, size=4)
 
 
-def calls(cu: list[int], what: str) -> int:
-    """How many collectives a second use of the same layouts makes."""
-    world = dist.get_world_size()
+def calls(what: str) -> list[int]:
+    """Collectives of a reshard, with and without comparing the ranks."""
+    cu, world = [0, 50], dist.get_world_size()
     src = lw.Layout.zigzag(cu, world)
-    dst = {"same": lw.Layout.zigzag(cu, world), "other": lw.Layout.contiguous(cu[-1], world)}[what]
-    local = lw.shard(full(cu[-1]), src)
-    lw.reshard(local, src, dst)
+    dst = {"same": lw.Layout.zigzag(cu, world), "other": lw.Layout.contiguous(50, world)}[what]
+    local = lw.shard(full(50), src)
+    made = []
+    for _ in range(2):
+        before = _sequence_number()
+        out = lw.reshard(local, src, dst)
+        made.append(_sequence_number() - before)
     before = _sequence_number()
-    out = lw.reshard(local, src, dst)
+    with lw.unchecked():
+        out = lw.reshard(local, src, dst)
     if what == "same":
         assert out is local
-    return _sequence_number() - before
+    return [*made, _sequence_number() - before]
 
 
 def _sequence_number() -> int:
@@ -198,8 +203,55 @@ def _sequence_number() -> int:
 
 
 def test_nothing_is_sent_when_nothing_moves(ranks: Ranks) -> None:
-    assert ranks.run(calls, [0, 50], "same", size=2) == [0, 0]
-    assert ranks.run(calls, [0, 50], "other", size=2) == [1, 1]
+    """On a bare layout the ranks are compared in every call: one message more."""
+    assert ranks.run(calls, "same", size=2) == [[1, 1, 0]] * 2
+    assert ranks.run(calls, "other", size=2) == [[2, 2, 1]] * 2
+
+
+def collectives_of_a_pack() -> list[int]:
+    """pack.unshard, twice on the first pack of a group and once on the second; then pack.shard."""
+    x = full(50, 2)
+    made = []
+    for times in (2, 1):
+        pack = lw.Pack([0, 20, 50], layout="zigzag")
+        local = pack.shard(x)
+        for _ in range(times):
+            before = _sequence_number()
+            assert torch.equal(pack.unshard(local), x)
+            made.append(_sequence_number() - before)
+    before = _sequence_number()
+    pack.shard(x)
+    return [*made, _sequence_number() - before]
+
+
+def test_a_pack_was_compared_when_it_was_made(ranks: Ranks) -> None:
+    assert ranks.run(collectives_of_a_pack, size=2) == [[2, 1, 1, 0]] * 2
+
+
+def on_a_pack(members: list[int]) -> None:
+    """pack.shard and pack.unshard, with their gradients, are lw.shard and lw.unshard on the pack's layout."""
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return
+    cu = [0, 17, 17, 40]
+    x = full(40, 2, 3)
+    weight = full(40, 3, 2).movedim(1, 2)
+    for layout in layouts(cu, len(members)).values():
+        pack = lw.Pack(cu, group, layout)
+        mine = layout.indices(members.index(dist.get_rank()))
+        local = pack.shard(x).requires_grad_()
+        assert torch.equal(local, x[mine])
+        whole = pack.unshard(local)
+        assert torch.equal(whole, x)
+        (grad,) = torch.autograd.grad(whole, local, weight)
+        torch.testing.assert_close(grad, weight[mine] * len(members))
+        there = x.movedim(0, 1)
+        assert torch.equal(pack.unshard(pack.shard(there, dim=1), dim=-2), there)
+
+
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], [1, 3], [3]])
+def test_shards_of_a_pack(ranks: Ranks, members: list[int]) -> None:
+    ranks.run(on_a_pack, members, size=4)
 
 
 def test_one_process_needs_no_group() -> None:
@@ -290,9 +342,20 @@ def bad_inputs() -> None:
     refused(lambda: lw.shard(x, lw.Layout.contiguous(10, 5)), lw.GroupError, "has 2 ranks but the layout is for 5")
     refused(lambda: lw.shard(x, layout, "cp"), lw.InputError, "group is a str")
     other = lw.Layout.contiguous(11, world)
-    refused(lambda: lw.reshard(x[:5], layout, other), lw.InputError, "hold 10 and 11 tokens")
     with lw.unchecked():
+        refused(lambda: lw.reshard(x[:5], layout, other), lw.InputError, "hold 10 and 11 tokens")
         refused(lambda: lw.unshard(x[:4], layout), lw.InputError, "has 4 tokens .* is 5")
+        refused(lambda: lw.unshard(x[:5], "zigzag"), lw.InputError, "layout is a str")
+        refused(lambda: lw.unshard([1], layout), lw.InputError, "got a list")
+    # With comparison, one message, and it says the same.
+    for call, message in (
+        (lambda: lw.reshard(x[:5], layout, other), "hold 10 and 11 tokens"),
+        (lambda: lw.unshard(x[:4], layout), "has 4 tokens .* is 5"),
+    ):
+        before = _sequence_number()
+        with pytest.raises(lw.InputError, match=message):
+            call()
+        assert _sequence_number() == before + 1
     assert issubclass(lw.InputError, lw.LongweaveError)
     assert issubclass(lw.InputError, ValueError)
 
@@ -310,27 +373,30 @@ def catch(call) -> str:
 
 
 def other_documents(odd: list[int]) -> list[str]:
-    """Twice: also after plans that all ranks know, and also when only the odd rank's plan is new."""
+    """Twice: also after layouts that all ranks have used before."""
     rank, world = dist.get_rank(), dist.get_world_size()
     said = []
     for _ in range(2):
         good, bad = [0, 7, 20], [0, 8, 20]
-        cu = bad if rank in odd else good
         for known in (good, bad):
             layout = lw.Layout.zigzag(known, world)
             lw.unshard(lw.shard(full(20), layout), layout)
-        layout = lw.Layout.zigzag(cu, world)
+        layout = lw.Layout.zigzag(bad if rank in odd else good, world)
         said.append(catch(lambda: lw.unshard(lw.shard(full(20), layout), layout)))  # noqa: B023
     return said
 
 
-def test_a_rank_with_other_documents_is_named_on_every_rank(ranks: Ranks) -> None:
-    for said in ranks.run(other_documents, [2], size=4, timeout=30):
+def test_a_rank_with_another_layout_is_named_on_every_rank(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks.run(other_documents, [2], size=4, timeout=30)):
         assert len(said) == 2
-        assert all(s.startswith("GroupError: rank 2 of the group hold another plan") for s in said), said
-        assert all("cu_seqlens" in s for s in said)
+        start = (
+            f"GroupError: rank 2 of the group holds another layout than the rest (I am rank {rank}); give every rank"
+        )
+        assert all(s.startswith(start) for s in said), said
+    for said in ranks.run(other_documents, [1, 2], size=5, timeout=30):
+        assert all("ranks 1, 2 of the group hold another layout" in s for s in said), said
     for said in ranks.run(other_documents, [1], size=2, timeout=30):
-        assert all("rank 0 / rank 1" in s for s in said), said
+        assert all("disagree: rank 0 / rank 1 each holds another layout" in s for s in said), said
 
 
 def one_bad_tensor(kind: str) -> str:
@@ -348,7 +414,7 @@ def test_one_bad_tensor_raises_on_every_rank(ranks: Ranks) -> None:
     assert all("rank 1 of the group refused" in said[r] for r in (0, 2))
     for kind in ("dtype", "trailing"):
         said = ranks.run(one_bad_tensor, kind, size=3, timeout=30)
-        assert all("rank 1 of the group make another call" in s for s in said), said
+        assert all("rank 1 of the group makes another call" in s for s in said), said
 
 
 def checks_switched_off() -> int:

@@ -61,14 +61,23 @@ def compare(
     call_options: dict | None = None,
     **extra,
 ) -> None:
-    """Run it on this rank's part and hold everything against one process."""
-    rank = dist.get_rank(group)
+    """Run it on this rank's part, with a pack that has this strategy, and hold everything against one process."""
+    pack = lw.Pack(mask.cu_seqlens, group, layout, mask=mask, strategy=strategy, **options)
+    compare_on(pack, mask, problem, tolerance, call_options, **extra)
+    (plan,) = pack.plans
+    assert plan.strategy == strategy
+    assert plan.mask == mask
+
+
+def compare_on(
+    pack: lw.Pack, mask: lw.Mask, problem: Problem, tolerance: float, call_options: dict | None = None, **extra
+) -> None:
+    rank, group = pack.rank, pack.group
     expected = solve(problem, mask, **extra)
-    plan = lw.make_plan(mask, layout, strategy, **options)
-    mine = layout.indices(rank)
+    mine = pack.layout.indices(rank)
     q, k, v = (getattr(problem, n)[mine].requires_grad_() for n in "qkv")
     sinks = None if problem.sinks is None else problem.sinks.clone().requires_grad_()
-    out, lse = lw.attention(q, k, v, plan, group, sinks=sinks, return_lse=True, **extra, **(call_options or {}))
+    out, lse = lw.attention(q, k, v, pack, sinks=sinks, return_lse=True, **extra, **(call_options or {}))
     assert out.dtype == q.dtype
     assert out.is_contiguous()
     assert not lse.requires_grad
@@ -103,6 +112,36 @@ def test_every_mask_and_layout(ranks: Ranks, strategy: str, world: int, layout: 
     name, options = STRATEGIES[strategy]
     if world % options.get("ulysses_size", 1) == 0:
         ranks.run(every_mask, name, options, layout, size=world)
+
+
+CALL_MASKS = ["causal", "full", "window", "prefix", "slices"]  # of the same 107 tokens
+
+
+def masks_of_calls(layout: str) -> None:
+    """One pack, many masks and strategies: each call says which."""
+    problem = Problem.random(CU[-1], sinks=True)
+    pack = lw.Pack(CU, layout=layout_of(layout, MASKS["causal"], dist.get_world_size()))
+    for strategy, options in STRATEGIES.values():
+        if dist.get_world_size() % options.get("ulysses_size", 1):
+            continue
+        way = {"strategy": strategy, **options}
+        for name in CALL_MASKS:
+            try:
+                given = {"mask": name if name in ("causal", "full") else MASKS[name]}
+                compare_on(pack, MASKS[name], problem, 1e-10, {**given, **way})
+            except Exception as error:
+                raise AssertionError(f"mask {name}, {strategy}") from error
+        compare_on(pack, MASKS["window"], problem, 1e-10, {"window": 9, **way})
+        compare_on(pack, MASKS["causal"], problem, 1e-10, {"window": 1000, **way})
+    windowed = lw.Pack(CU, layout=pack.layout, window=9)
+    compare_on(windowed, MASKS["window"], problem, 1e-10)
+    compare_on(windowed, MASKS["causal"], problem, 1e-10, {"mask": "causal"})
+    assert {plan.mask for plan in windowed.plans} == {MASKS["window"], MASKS["causal"]}
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, "zigzag"), (3, "odd"), (4, "zigzag")])
+def test_masks_windows_and_strategies_of_a_call(ranks: Ranks, world: int, layout: str) -> None:
+    ranks.run(masks_of_calls, layout, size=world)
 
 
 HEADS = [
@@ -178,12 +217,12 @@ def half_precision(strategy: str, options: dict, dtype: torch.dtype) -> None:
     grads = torch.autograd.grad(one, leaves, problem.grad)
     bars = {"out": one, "dq": grads[0], "dk": grads[1], "dv": grads[2]}
     layout = lw.Layout.zigzag(CU, dist.get_world_size())
-    plan = lw.make_plan(mask, layout, strategy, **options)
-    local = [lw.shard(x.detach(), layout).requires_grad_() for x in leaves]
-    out = lw.attention(*local, plan)
-    mine = torch.autograd.grad(out, local, lw.shard(problem.grad, layout))
+    pack = lw.Pack(CU, layout=layout)
+    local = [pack.shard(x.detach()).requires_grad_() for x in leaves]
+    out = lw.attention(*local, pack, strategy=strategy, **options)
+    mine = torch.autograd.grad(out, local, pack.shard(problem.grad))
     for name, value in {"out": out, "dq": mine[0], "dk": mine[1], "dv": mine[2]}.items():
-        error = worst(lw.unshard(value.detach(), layout), exact[name])
+        error = worst(pack.unshard(value.detach()), exact[name])
         assert error < 2 * worst(bars[name], exact[name]), name
 
 
@@ -210,18 +249,19 @@ def views(strategy: str, options: dict) -> None:
     """q, k, v as strided views of one projection, and a gradient that is an expanded scalar."""
     mask = MASKS["causal"]
     rank = dist.get_rank()
-    layout = lw.Layout.zigzag(CU, dist.get_world_size())
-    plan = lw.make_plan(mask, layout, strategy, **options)
+    pack = lw.Pack(CU, layout="zigzag")
     fused = torch.randn(mask.total, 16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     problem = Problem(
         fused[..., :4].mT[..., :16], fused[..., 4:6].mT, fused[..., 6:].mT, torch.ones(mask.total, 4, 16), None
     )
     expected = solve(problem, mask)
-    local = lw.shard(fused, layout).requires_grad_()
-    out = lw.attention(local[..., :4].mT, local[..., 4:6].mT, local[..., 6:].mT, plan)
+    local = pack.shard(fused).requires_grad_()
+    views = (local[..., :4].mT, local[..., 4:6].mT, local[..., 6:].mT)
+    assert not any(view.is_contiguous() for view in views)
+    out = lw.attention(*views, pack, strategy=strategy, **options)
     out.sum().backward()
     whole = torch.cat([expected["dq"].mT, expected["dk"].mT, expected["dv"].mT], -1)
-    assert worst(local.grad, whole[layout.indices(rank)]) < 1e-10
+    assert worst(local.grad, whole[pack.layout.indices(rank)]) < 1e-10
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,4 +1,4 @@
-"""What is special about group-cast: stages, kept K/V, exact traffic, one plan for all layers."""
+"""What is special about group-cast: stages, kept K/V, exact traffic, one schedule for all layers."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,8 @@ from reference import Problem
 from test_attention import GIANT, compare, layout_of
 
 import longweave as lw
-from longweave.plan import cast as cast_module
-from longweave.plan.cost import traffic
 from longweave.launch import Ranks
+from longweave.plan.cost import traffic
 
 LENGTHS = [40, 1, 1, 3, 25, 0, 60, 7, 7, 13]
 CU = [0, *np.cumsum(LENGTHS).tolist()]
@@ -51,21 +50,20 @@ def traffic_of(keep_kv: bool) -> list[int]:
     rank, world = dist.get_rank(), dist.get_world_size()
     mask = lw.Mask.causal(CU)
     layout = lw.Layout.balanced(mask, world, chunk_size=8)
-    plan = lw.make_plan(mask, layout, "groupcast")
+    pack = lw.Pack(CU, layout=layout, strategy="groupcast")
     p = Problem.random(mask.total, heads=4, kv_heads=2, dim=16, v_dim=8, dtype=torch.bfloat16)
     mine = layout.indices(rank)
     q, k, v = (getattr(p, n)[mine].requires_grad_() for n in "qkv")
-    lw.attention(q, k, v, plan)
     sent = []
 
-    def counting(x, send_splits, recv_splits, comm):
+    def counting(x, send_splits, recv_splits, comm, into=None):
         assert send_splits[rank] == recv_splits[rank] == 0, "nothing to itself"
         sent.append(x.numel() * x.element_size())
-        return exchange.all_to_all_v(x, send_splits, recv_splits, comm)
+        return exchange.all_to_all_v(x, send_splits, recv_splits, comm, into)
 
     groupcast.all_to_all_v = counting
     try:
-        out = lw.attention(q, k, v, plan, keep_kv=keep_kv)
+        out = lw.attention(q, k, v, pack, keep_kv=keep_kv)
         forward = sum(sent)
         torch.autograd.grad(out, (q, k, v), p.grad[mine])
         backward = sum(sent) - forward
@@ -86,43 +84,81 @@ def test_bytes_are_what_is_needed(ranks: Ranks, keep_kv: bool) -> None:
         assert backward == again + tokens_received * per_token * 4, "gradients go home in float32"
 
 
-def plan_for_many_layers() -> int:
-    """How often anything is planned while 96 layers run forward and backward."""
-    world = dist.get_world_size()
-    mask = lw.Mask.causal([0, 97, 111])  # a pack that no other test has planned
-    plan = lw.make_plan(mask, lw.Layout.zigzag([0, 97, 111], world), "groupcast")
+def received_tokens() -> None:
+    """Token for token: what arrives on each rank is what its queries look at and it does not hold, once."""
+    from longweave.comm import exchange
+    from longweave.softmax import groupcast
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    masks = [lw.Mask.causal(CU), lw.Mask.sliding_window(CU, 11), lw.Mask.shared_prefix(40, [30, 1, 50, 26])]
+    for mask in masks:
+        for layout in ("zigzag", "balanced"):
+            pack = lw.Pack(mask.cu_seqlens, layout=layout, mask=mask, strategy="groupcast")
+            own = pack.layout.indices(rank)
+            arrived: list[torch.Tensor] = []
+
+            def noting(x, send_splits, recv_splits, comm, into=None):
+                pending = exchange.all_to_all_v(x, send_splits, recv_splits, comm, into)
+                arrived.append(pending.wait()[:, 0, 0])  # noqa: B023
+                return pending
+
+            groupcast.all_to_all_v = noting
+            try:
+                number = torch.from_numpy(own).double().view(-1, 1, 1).expand(-1, 2, 4)  # a key is its own number
+                lw.attention(torch.zeros_like(number), number, number, pack, stages=2)
+            finally:
+                groupcast.all_to_all_v = exchange.all_to_all_v
+            seen = np.flatnonzero(mask.dense()[own].any(0))
+            found = torch.cat(arrived).long().tolist() if arrived else []
+            assert sorted(found) == sorted(set(seen.tolist()) - set(own.tolist())), (layout, rank, world)
+
+
+def test_what_is_received_is_what_is_needed(ranks: Ranks) -> None:
+    ranks.run(received_tokens, size=4)
+    ranks.run(received_tokens, size=3)
+
+
+def many_layers() -> tuple[int, int]:
+    """How often a group-cast is scheduled while 96 layers run forward and backward, and collectives a layer."""
+    from longweave.plan.tasks import GroupCast
+
     calls = [0]
-    original = cast_module._stage
+    original = GroupCast.of
 
-    def counting(*args):
+    def counting(self, rank):
         calls[0] += 1
-        return original(*args)
+        return original(self, rank)
 
-    cast_module._stage = counting
+    GroupCast.of = counting
     try:
-        x = torch.randn(plan.layout.counts[dist.get_rank()], 2, 8, requires_grad=True)
+        lw.Pack([0, 4])  # the first pack of a group asks about each kind of call; later ones do not
+        pack = lw.Pack([0, 97, 111], layout="zigzag", strategy="groupcast")
+        x = torch.randn(pack.tokens, 2, 8, requires_grad=True)
         y = x
         before = dist.group.WORLD._get_sequence_number_for_group()
         for _ in range(96):
-            y = lw.attention(y, y, y, plan)
+            y = lw.attention(y, y, y, pack)
         collectives = dist.group.WORLD._get_sequence_number_for_group() - before
         y.sum().backward()
     finally:
-        cast_module._stage = original
-    assert collectives == 96 * plan.stages + 1, "one exchange a layer, and one question whether all ranks agree"
-    return calls[0] // plan.stages
+        GroupCast.of = original
+    (plan,) = pack.plans
+    assert collectives == 96 * plan.stages, "one exchange a stage, and no question whether all ranks agree"
+    return calls[0], collectives
 
 
-def test_ninety_six_layers_plan_once(ranks: Ranks) -> None:
-    assert ranks.run(plan_for_many_layers, size=2) == [1, 1]
+def test_ninety_six_layers_schedule_once(ranks: Ranks) -> None:
+    for scheduled, collectives in ranks.run(many_layers, size=2):
+        assert scheduled == 1
+        assert collectives >= 96
 
 
 def no_exchange() -> int:
-    plan = lw.make_plan(lw.Mask.causal([0, 50, 100]), lw.Layout.contiguous(100, 2), "groupcast")
+    lw.Pack([0, 4])
+    pack = lw.Pack([0, 50, 100], layout="contiguous", strategy="groupcast")
     x = torch.randn(50, 2, 8, requires_grad=True)
-    lw.attention(x, x, x, plan)
     before = dist.group.WORLD._get_sequence_number_for_group()
-    lw.attention(x, x, x, plan).sum().backward()
+    lw.attention(x, x, x, pack).sum().backward()
     return dist.group.WORLD._get_sequence_number_for_group() - before
 
 
@@ -131,9 +167,9 @@ def test_documents_on_one_rank_cost_no_communication(ranks: Ranks) -> None:
 
 
 def test_bad_options() -> None:
-    plan = lw.make_plan(lw.Mask.causal([0, 4]), lw.Layout.contiguous(4, 1), "groupcast")
+    pack = lw.Pack([0, 4], strategy="groupcast")
     x = torch.randn(4, 2, 8)
     with pytest.raises(lw.InputError, match="stages is 0"):
-        lw.attention(x, x, x, plan, stages=0)
+        lw.attention(x, x, x, pack, stages=0)
     with pytest.raises(lw.InputError, match="keep_kv is 2"):
-        lw.attention(x, x, x, plan, keep_kv=2)
+        lw.attention(x, x, x, pack, keep_kv=2)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from memory import allocated
 from reference import Problem, dense_attention, worst
 from test_attention import STRATEGIES
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ CU = [0, 30, 31, 50]
 
 
 class Block(nn.Module):
-    """Attention with a residual; called with a plan across ranks, without one in a single process."""
+    """Attention with a residual; called with a pack across ranks, without one in a single process."""
 
     def __init__(self, dim: int = 16, heads: int = 4, kv_heads: int = 2) -> None:
         super().__init__()
@@ -27,10 +28,10 @@ class Block(nn.Module):
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim)
         self.out = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, plan: lw.Plan | None = None, group=None, mask: lw.Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, pack: lw.Pack | None = None, mask: lw.Mask | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        out = dense_attention(q, k, v, mask)[0] if plan is None else lw.attention(q, k, v, plan, group)
+        out = dense_attention(q, k, v, mask)[0] if pack is None else lw.attention(q, k, v, pack)
         return x + self.out(out.flatten(1))
 
 
@@ -53,18 +54,18 @@ def one_process(mask: lw.Mask, seed: int = 1) -> dict[str, Tensor]:
     return {name: p.grad for name, p in layers.named_parameters()}
 
 
-def plan_for(strategy: str, options: dict, world: int) -> lw.Plan:
-    return lw.make_plan(lw.Mask.causal(CU), lw.Layout.zigzag(CU, world), strategy, **options)
+def pack_for(strategy: str, options: dict, group=None) -> lw.Pack:
+    return lw.Pack(CU, group, "zigzag", strategy=strategy, **options)
 
 
 def two_layers(strategy: str, options: dict, checkpointed: bool) -> None:
-    plan = plan_for(strategy, options, dist.get_world_size())
+    pack = pack_for(strategy, options)
     layers = model()
-    x, weight = (lw.shard(t, plan.layout) for t in data())
+    x, weight = (pack.shard(t) for t in data())
     for layer in layers:
-        x = checkpoint(layer, x, plan, use_reentrant=False) if checkpointed else layer(x, plan)
+        x = checkpoint(layer, x, pack, use_reentrant=False) if checkpointed else layer(x, pack)
     (x * weight).sum().backward()
-    expected = one_process(plan.mask)
+    expected = one_process(pack.mask)
     for name, p in layers.named_parameters():
         dist.all_reduce(p.grad)  # SUM over ranks is the whole gradient
         assert worst(p.grad, expected[name]) < 1e-10, name
@@ -77,36 +78,36 @@ def test_two_layers_and_checkpoint(ranks: Ranks, strategy: str, checkpointed: bo
 
 
 def under_autocast() -> None:
-    plan = plan_for("ring", {}, dist.get_world_size())
+    pack = pack_for("ring", {})
     layer = model(1, torch.float32)[0]
-    x = lw.shard(data()[0], plan.layout).float()
+    x = pack.shard(data()[0]).float()
     seen = []
     layer.out.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        out = layer(x, plan)
+        out = layer(x, pack)
     out.float().sum().backward()
     assert seen == [torch.bfloat16]
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
     q = torch.randn(x.shape[0], 4, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        assert lw.attention(q, q, q, plan).dtype == torch.bfloat16
+        assert lw.attention(q, q, q, pack).dtype == torch.bfloat16
 
 
 def exact_under_autocast() -> None:
     """Autocast decides the dtype of q, k, v and nothing inside: the softcap backend must not multiply in bf16."""
-    plan = plan_for("ring", {}, dist.get_world_size())
-    mine = plan.layout.indices(dist.get_rank())
+    pack = pack_for("ring", {})
+    mine = pack.layout.indices(dist.get_rank())
     p = Problem.random(CU[-1], dtype=torch.bfloat16)
     found = []
     for enabled in (False, True):
         q, k, v = (getattr(p, n)[mine].requires_grad_() for n in "qkv")
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = lw.attention(q, k, v, plan, softcap=3.0)
+            out = lw.attention(q, k, v, pack, softcap=3.0)
             found.append([out, *torch.autograd.grad(out, (q, k, v), p.grad[mine])])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     x = torch.randn(len(mine), 2, 8, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
-        assert lw.attention(x, x, x, plan).dtype == torch.float64
+        assert lw.attention(x, x, x, pack).dtype == torch.float64
 
 
 def test_autocast_stays_outside(ranks: Ranks) -> None:
@@ -125,10 +126,10 @@ def order_of_ring_events() -> list[str]:
     Kernel.forward = lambda self, *args, **kw: (events.append("compute"), forward(self, *args, **kw))[1]
     Pending.wait = lambda self: (events.append("wait"), wait(self))[1]
     try:
-        plan = lw.make_plan(lw.Mask.causal([0, 48]), lw.Layout.zigzag([0, 48], dist.get_world_size()), "ring")
-        x = torch.randn(plan.layout.counts[dist.get_rank()], 2, 4)
         with lw.unchecked():
-            lw.attention(x, x, x, plan)
+            pack = lw.Pack([0, 48], layout="zigzag", strategy="ring")
+            x = torch.randn(pack.tokens, 2, 4)
+            lw.attention(x, x, x, pack)
     finally:
         ring.shift, Kernel.forward, Pending.wait = shift, forward, wait
     return events
@@ -142,10 +143,10 @@ def test_ring_computes_while_the_next_block_is_on_its_way(ranks: Ranks) -> None:
 def replicated_heads() -> float:
     """One K/V head for four query heads on four ranks: its bf16 gradient is a sum over ranks, made in float32."""
     cu = [0, 8]
-    plan = lw.make_plan(lw.Mask.full(cu), lw.Layout.contiguous(8, dist.get_world_size()), "ulysses")
+    pack = lw.Pack(cu, layout="contiguous", mask="full", strategy="ulysses")
     q = torch.zeros(2, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     k, v = (torch.zeros(2, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    out = lw.attention(q, k, v, plan)
+    out = lw.attention(q, k, v, pack)
     upstream = torch.tensor([1.0, 2.0**-9, 2.0**-9, 2.0**-9]).bfloat16()[None, :, None].expand_as(out)
     (dv,) = torch.autograd.grad(out, v, upstream)
     return float(dv[0, 0, 0])
@@ -165,16 +166,16 @@ def with_fsdp() -> None:
     """dp × cp: each dp row has its own batch, parameters are sharded over all ranks, gradients averaged by FSDP."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     flat = mesh._flatten("all")
-    plan = plan_for("ring", {}, 2)
+    pack = pack_for("ring", {}, mesh["cp"])
     layers = model()
     for layer in layers:
         fully_shard(layer, mesh=flat)
     seed = 1 + mesh["dp"].get_local_rank()
-    x, weight = (lw.shard(t, plan.layout, mesh["cp"]) for t in data(seed))
+    x, weight = (pack.shard(t) for t in data(seed))
     for layer in layers:
-        x = layer(x, plan, mesh["cp"])
+        x = layer(x, pack)
     ((x * weight).sum() * dist.get_world_size()).backward()  # FSDP divides by the mesh size; the convention is SUM
-    parts = [one_process(plan.mask, seed) for seed in (1, 2)]
+    parts = [one_process(pack.mask, seed) for seed in (1, 2)]
     for name, p in layers.named_parameters():
         assert worst(p.grad.full_tensor(), parts[0][name] + parts[1][name]) < 1e-10, name
 
@@ -184,21 +185,20 @@ def test_fsdp2_on_a_dp_cp_mesh(ranks: Ranks) -> None:
 
 
 def compiled(strategy: str, options: dict) -> None:
-    plan = plan_for(strategy, options, dist.get_world_size())
+    pack = pack_for(strategy, options)
     layers = model()
-    group = dist.group.WORLD
-    step = torch.compile(partial(_through, layers, plan, group), fullgraph=True, backend="aot_eager")
-    x, weight = (lw.shard(t, plan.layout) for t in data())
-    (step(x) * weight).sum().backward()
-    expected = one_process(plan.mask)
+    step = torch.compile(partial(_through, layers), fullgraph=True, backend="aot_eager")
+    x, weight = (pack.shard(t) for t in data())
+    (step(x, pack) * weight).sum().backward()
+    expected = one_process(pack.mask)
     for name, p in layers.named_parameters():
         dist.all_reduce(p.grad)
         assert worst(p.grad, expected[name]) < 1e-10, name
 
 
-def _through(layers: nn.ModuleList, plan: lw.Plan, group, x: Tensor) -> Tensor:
+def _through(layers: nn.ModuleList, x: Tensor, pack: lw.Pack) -> Tensor:
     for layer in layers:
-        x = layer(x, plan, group)
+        x = layer(x, pack)
     return x
 
 
@@ -209,11 +209,9 @@ def test_compile_fullgraph(ranks: Ranks, strategy: str) -> None:
 
 def check_gradients(strategy: str, options: dict) -> bool:
     """gradcheck of the operator: on every rank, perturbing its own inputs while the others hold still."""
-    mask = lw.Mask.causal([0, 4, 5])
-    layout = lw.Layout.zigzag([0, 4, 5], dist.get_world_size())
-    plan = lw.make_plan(mask, layout, strategy, **options)
+    pack = lw.Pack([0, 4, 5], layout="zigzag", strategy=strategy, **options)
     problem = Problem.random(5, heads=2, kv_heads=1, dim=3, v_dim=2, sinks=True)
-    mine = layout.indices(dist.get_rank())
+    mine = pack.layout.indices(dist.get_rank())
     q, k, v = (getattr(problem, n)[mine].requires_grad_() for n in "qkv")
     sinks = problem.sinks.clone().requires_grad_()
     leaves = [q, k, v, sinks]
@@ -221,12 +219,12 @@ def check_gradients(strategy: str, options: dict) -> bool:
     weight = problem.grad[mine]
 
     def loss() -> Tensor:
-        out = lw.attention(q, k, v, plan, sinks=sinks)
+        out = lw.attention(q, k, v, pack, sinks=sinks)
         total = (out * weight).sum().detach().clone()
         dist.all_reduce(total)
         return total
 
-    out = lw.attention(q, k, v, plan, sinks=sinks)
+    out = lw.attention(q, k, v, pack, sinks=sinks)
     grads = torch.autograd.grad(out, leaves, weight)
     dist.all_reduce(grads[3])
     for turn in range(dist.get_world_size()):
@@ -257,28 +255,25 @@ def test_gradients_numerically(ranks: Ranks, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["groupcast", "ring", "allgather", "ulysses"])
 def test_gradcheck_in_one_process(strategy: str) -> None:
-    plan = lw.make_plan(lw.Mask.causal([0, 4, 5]), lw.Layout.contiguous(5, 1), strategy)
+    pack = lw.Pack([0, 4, 5], strategy=strategy)
     p = Problem.random(5, heads=4, kv_heads=2, dim=3, v_dim=2, sinks=True)
     leaves = [t.clone().requires_grad_() for t in (p.q, p.k, p.v, p.sinks)]
-    assert torch.autograd.gradcheck(lambda q, k, v, s: lw.attention(q, k, v, plan, sinks=s), leaves)
+    assert torch.autograd.gradcheck(lambda q, k, v, s: lw.attention(q, k, v, pack, sinks=s), leaves)
 
 
 def kept_by_autograd(strategy: str, options: dict) -> dict[str, int]:
-    """Bytes that one call keeps for backward, each storage counted once."""
-    cu = [0, 700, 960]
-    world = dist.get_world_size()
-    plan = lw.make_plan(lw.Mask.causal(cu), lw.Layout.zigzag(cu, world), strategy, **options)
-    tokens = plan.layout.counts[dist.get_rank()]
-    q, k, v = (torch.randn(tokens, h, 16, requires_grad=True) for h in (8, 8, 8))
-    storages: dict[int, int] = {}
+    """Bytes that one call keeps for backward: all that is alive when nobody holds q, k, v and out any more."""
+    pack = lw.Pack([0, 700, 960], layout="zigzag", strategy=strategy, **options)
+    heads, dim = 8, 16
+    leaves = [torch.randn(pack.tokens, heads, dim, requires_grad=True) for _ in "qkv"]
 
-    def pack(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
+    def forward() -> Tensor:
+        return lw.attention(*(leaf * 1.0 for leaf in leaves), pack).sum()  # neither the product nor the sum keeps any
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        lw.attention(q, k, v, plan)
-    return {"kept": sum(storages.values()), "inputs": 4 * tokens * 8 * 16 * 4, "lse": tokens * 8 * 4, "tokens": tokens}
+    assert forward().requires_grad  # and what the pack keeps is made now
+    found = allocated(forward)
+    one = pack.tokens * heads * dim * 4
+    return {"kept": found.kept, "peak": found.peak, "inputs": 4 * one, "lse": pack.tokens * heads * 4}
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -286,7 +281,8 @@ def kept_by_autograd(strategy: str, options: dict) -> dict[str, int]:
 def test_what_autograd_keeps_does_not_grow_with_the_ranks(ranks: Ranks, strategy: str, world: int) -> None:
     for found in ranks.run(kept_by_autograd, *STRATEGIES[strategy], size=world):
         one_more_block = found["inputs"] // 2 if strategy == "groupcast" else 0  # K and V, as many heads as Q
-        assert found["kept"] <= 1.02 * (found["inputs"] + found["lse"] + one_more_block)
+        needed = found["inputs"] + found["lse"]
+        assert needed <= found["kept"] <= 1.02 * (needed + one_more_block) < found["peak"] * 1.02
 
 
 def bytes_sent(strategy: str, options: dict) -> list[tuple[int, int, int, int]]:
@@ -297,12 +293,12 @@ def bytes_sent(strategy: str, options: dict) -> list[tuple[int, int, int, int]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     layout = lw.Layout.from_spans(155, [[(r, 155)] if r == world - 1 else [(r, r + 1)] for r in range(world)])
     layout = lw.Layout.zigzag(cu, world) if strategy != "uneven" else layout
-    plan = lw.make_plan(lw.Mask.causal(cu), layout, "ring", **options)
+    pack = lw.Pack(cu, layout=layout, strategy="ring", **options)
     heads, kv_heads, dim, v_dim = 4, 2, 16, 8
     p = Problem.random(155, heads, kv_heads, dim, v_dim, dtype=torch.bfloat16)
     mine = layout.indices(rank)
     q, k, v = (getattr(p, n)[mine].requires_grad_() for n in "qkv")
-    lw.attention(q, k, v, plan)  # the plan is known to all ranks now
+    lw.attention(q, k, v, pack)  # the ranks have compared this kind of call now
     sent = [0]
     original = exchange.send_receive
 
@@ -312,7 +308,7 @@ def bytes_sent(strategy: str, options: dict) -> list[tuple[int, int, int, int]]:
 
     exchange.send_receive = counting
     try:
-        out = lw.attention(q, k, v, plan)
+        out = lw.attention(q, k, v, pack)
         forward = sent[0]
         torch.autograd.grad(out, (q, k, v), p.grad[mine])
         backward = sent[0] - forward
@@ -334,31 +330,26 @@ def test_ring_sends_what_the_formula_says(ranks: Ranks, world: int, kind: str) -
         assert backward == expected_backward
 
 
-def peak_of_ring_buffers() -> int:
-    """The most bytes of receive buffers alive at once in a forward, in blocks of K/V."""
-    from longweave.softmax import ring
-
-    sizes: list[int] = []
-    original = ring._Blocks.buffers
-
-    def counting(self, dtype):
-        made = original(self, dtype)
-        sizes.append(sum(b.numel() for b in made) // self.size(0))
-        return made
-
-    ring._Blocks.buffers = counting
-    try:
-        plan = lw.make_plan(lw.Mask.causal([0, 160]), lw.Layout.contiguous(160, dist.get_world_size()), "ring")
-        x = torch.randn(160 // dist.get_world_size(), 2, 4)
-        lw.attention(x, x, x, plan)
-    finally:
-        ring._Blocks.buffers = original
-    return sum(sizes)
+TOKENS, BLOCK = 64, 64 * 2 * 2 * 32 * 4  # of a rank; bytes of its K and V
 
 
-def test_ring_has_two_receive_buffers_whatever_the_ranks(ranks: Ranks) -> None:
-    for world in (2, 8):
-        assert ranks.run(peak_of_ring_buffers, size=world) == [2] * world
+def peak_of_ring() -> tuple[int, int]:
+    """The most bytes alive at once in a forward and in a backward pass, on as many tokens a rank for any world."""
+    pack = lw.Pack([0, TOKENS * dist.get_world_size()], layout="contiguous", mask="full", strategy="ring")
+    q, k, v = (torch.randn(TOKENS, 2, 32, requires_grad=True) for _ in "qkv")
+    torch.autograd.grad(lw.attention(q, k, v, pack).sum(), (q, k, v))  # what the pack keeps is made now
+    forward = allocated(lambda: lw.attention(q, k, v, pack))
+    out = lw.attention(q, k, v, pack).sum()
+    backward = allocated(lambda: torch.autograd.grad(out, (q, k, v), retain_graph=True))
+    return forward.peak, backward.peak
+
+
+def test_ring_needs_as_much_memory_whatever_the_ranks(ranks: Ranks) -> None:
+    """Two receive buffers take turns, and one gradient is on its way at a time: nothing is added by more steps."""
+    few, many = (max(ranks.run(peak_of_ring, size=world)) for world in (3, 8))
+    assert few[0] > 3 * BLOCK  # its own K and V, and two to receive
+    for forward_or_backward in (0, 1):
+        assert many[forward_or_backward] < few[forward_or_backward] + BLOCK // 2
 
 
 def kernel_calls(kind: str) -> list[int]:
@@ -367,13 +358,13 @@ def kernel_calls(kind: str) -> list[int]:
 
     world = dist.get_world_size()
     layout = {"zigzag": lw.Layout.zigzag([0, 800], world), "contiguous": lw.Layout.contiguous(800, world)}[kind]
-    plan = lw.make_plan(lw.Mask.causal([0, 800]), layout, "ring")
+    pack = lw.Pack([0, 800], layout=layout, strategy="ring")
     calls: list[int] = []
     original = Kernel._forward
     Kernel._forward = lambda self, *args: (calls.append(1), original(self, *args))[1]
     try:
-        x = torch.randn(layout.counts[dist.get_rank()], 2, 4)
-        lw.attention(x, x, x, plan)
+        x = torch.randn(pack.tokens, 2, 4)
+        lw.attention(x, x, x, pack)
     finally:
         Kernel._forward = original
     return calls
@@ -385,12 +376,11 @@ def test_steps_without_work_make_no_kernel_call(ranks: Ranks) -> None:
 
 
 def bits(strategy: str, options: dict) -> list[bytes]:
-    mask = lw.Mask.causal(CU)
-    plan = plan_for(strategy, options, dist.get_world_size())
-    p = Problem.random(mask.total, dtype=torch.float32)
-    mine = plan.layout.indices(dist.get_rank())
+    pack = pack_for(strategy, options)
+    p = Problem.random(CU[-1], dtype=torch.float32)
+    mine = pack.layout.indices(dist.get_rank())
     q, k, v = (getattr(p, n)[mine].requires_grad_() for n in "qkv")
-    out = lw.attention(q, k, v, plan)
+    out = lw.attention(q, k, v, pack)
     grads = torch.autograd.grad(out, (q, k, v), p.grad[mine])
     return [t.detach().numpy().tobytes() for t in (out, *grads)]
 
