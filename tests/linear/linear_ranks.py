@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,9 @@ from linear_cases import CASES, DELTA, GDN, GLA, KDA, Case
 from torch import Tensor
 
 import longweave as lw
-from longweave.linear import mixers
+
+# `make test-all` sets it: the full product of mixers, methods, layouts, packs and ranks.
+FULL = os.environ.get("LONGWEAVE_FULL") == "1"
 
 PACKS = {
     "ragged": [0, 37, 38, 38, 41, 100, 107],
@@ -23,17 +26,14 @@ PACKS = {
     "nothing": [0, 0],
     "hundreds of tiny ones": np.append(0, np.cumsum(np.random.default_rng(0).integers(1, 5, 200))).tolist(),
 }
-LAYOUTS = ("contiguous", "zigzag", "shuffled", "last")
+LAYOUTS = ("contiguous", "zigzag", "balanced", "shuffled", "last")
 
 
-def layout_of(kind: str, cu: list[int], world: int) -> lw.Layout:
+def layout_of(kind: str, cu: list[int], world: int) -> str | lw.Layout:
+    """What `lw.Pack` takes: a name, or spans that only a test makes."""
+    if kind in ("contiguous", "zigzag", "balanced"):
+        return kind
     total = cu[-1]
-    if kind == "contiguous":
-        return lw.Layout.contiguous(total, world)
-    if kind == "zigzag":
-        return lw.Layout.zigzag(cu, world)
-    if kind == "balanced":
-        return lw.Layout.balanced(lw.Mask.causal(cu), world)
     if kind == "last":
         return lw.Layout.from_spans(total, [*[[]] * (world - 1), [(0, total)]])
     rng = np.random.default_rng(world)
@@ -44,14 +44,24 @@ def layout_of(kind: str, cu: list[int], world: int) -> lw.Layout:
     return lw.Layout.from_spans(total, spans)
 
 
+def pack_of(kind: str, cu: list[int], group=None, **options) -> lw.Pack:
+    world = dist.get_world_size(group) if dist.is_initialized() else 1
+    return lw.Pack(cu, group, layout_of(kind, cu, world), **options)
+
+
+def own_tokens(pack: lw.Pack) -> Tensor:
+    """The global index of each of this rank's tokens."""
+    return torch.from_numpy(pack.layout.indices(pack.rank))
+
+
 def across_ranks(case: Case) -> Callable[..., Tensor]:
-    """The case's function with (layout, cu_seqlens, group) in place of cu_seqlens."""
+    """The case's function with a pack in place of cu_seqlens."""
 
-    def delta(q, k, v, beta, *rest, **options):
-        return mixers.gated_delta_rule(q, k, v, None, beta, *rest, **options)
+    def delta(q, k, v, beta, pack, **options):
+        return lw.gated_delta_rule(q, k, v, None, beta, pack, **options)
 
-    names = {GDN.name: mixers.gated_delta_rule, DELTA.name: delta, KDA.name: mixers.kimi_delta_attention}
-    names |= {GLA.name: mixers.gated_linear_attention}
+    names = {GDN.name: lw.gated_delta_rule, DELTA.name: delta, KDA.name: lw.kimi_delta_attention}
+    names |= {GLA.name: lw.gated_linear_attention}
     return names[case.name]
 
 
@@ -78,13 +88,13 @@ class Problem:
             grads = torch.autograd.grad(out, leaves, d_out.double(), materialize_grads=True)
         return cls(case.name, cu, inputs, d_out, [out.detach(), *grads])
 
-    def compare(self, layout: lw.Layout, tolerance: float, group=None, **options) -> None:
+    def compare(self, pack: lw.Pack, tolerance: float, **options) -> None:
         """On a rank: its tokens of everything, relative to the largest value of the whole tensor."""
         case = next(case for case in CASES if case.name == self.case)
-        mine = torch.from_numpy(layout.indices(dist.get_rank(group) if dist.is_initialized() else 0))
+        mine = own_tokens(pack)
         leaves = [x[mine].requires_grad_() for x in self.inputs]
         options.setdefault("scale", case.scale)
-        out = across_ranks(case)(*leaves, layout, self.cu, group, **options)
+        out = across_ranks(case)(*leaves, pack, **options)
         assert out.dtype == leaves[0].dtype
         assert out.is_contiguous()
         grads = torch.autograd.grad(out, leaves, self.d_out[mine])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from linear_ranks import LAYOUTS, PACKS, layout_of
+from linear_ranks import LAYOUTS, PACKS, own_tokens, pack_of
 from torch import Tensor
 
 import longweave as lw
-from longweave.kernels import conv
+from longweave.kernels.recurrence import conv
 from longweave.launch import Ranks
 
 PACKS = {**PACKS, "fragments shorter than the halo": [0, 9, 11, 30]}
@@ -20,27 +20,27 @@ def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[T
     return [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def check(cu: list[int], layout: lw.Layout, width: int, activation: str | None, with_bias: bool, group=None) -> None:
-    channels = 5
+def check(pack: lw.Pack, width: int, activation: str | None, with_bias: bool) -> None:
+    cu, channels = pack.cu_seqlens.tolist(), 5
     x, weight, bias, d_out = draw((cu[-1], channels), (channels, width), (channels,), (cu[-1], channels))
     leaves = [x.requires_grad_(), weight.requires_grad_(), *([bias.requires_grad_()] if with_bias else [])]
     expected = conv.causal_conv1d(x, weight, bias if with_bias else None, cu, activation=activation)
     whole = torch.autograd.grad(expected, leaves, d_out)
-    mine = torch.from_numpy(layout.indices(dist.get_rank(group)))
+    mine = own_tokens(pack)
     shards = [x.detach()[mine].requires_grad_(), *(p.detach().requires_grad_() for p in leaves[1:])]
-    y = lw.causal_conv1d(*shards, *([] if with_bias else [None]), layout, cu, group, activation=activation)
+    y = lw.causal_conv1d(*shards, *([] if with_bias else [None]), pack, activation=activation)
     grads = torch.autograd.grad(y, shards, d_out[mine])
     torch.testing.assert_close(y, expected[mine], atol=1e-12, rtol=0)
     torch.testing.assert_close(grads[0], whole[0][mine], atol=1e-12, rtol=0)
     for found, reference in zip(grads[1:], whole[1:], strict=True):
-        dist.all_reduce(found, group=group)
+        dist.all_reduce(found, group=pack.group)
         torch.testing.assert_close(found, reference, atol=1e-11, rtol=0)
 
 
 def every_pack(kind: str, width: int, activation: str | None, with_bias: bool) -> None:
     for name, cu in PACKS.items():
         try:
-            check(cu, layout_of(kind, cu, dist.get_world_size()), width, activation, with_bias)
+            check(pack_of(kind, cu), width, activation, with_bias)
         except Exception as error:
             raise AssertionError(name) from error
 
@@ -61,8 +61,8 @@ def test_every_width(ranks: Ranks, world: int, width: int) -> None:
 def halo_over_three_ranks() -> None:
     """One token a rank between long fragments: the halo of the last has three owners, and each token three readers."""
     layout = lw.Layout.from_spans(24, [[(0, 10), (12, 24)], [(10, 11)], [(11, 12)]])
-    check([0, 24], layout, 4, "silu", True)
-    check([0, 11, 24], layout, 4, "silu", True)  # the document border cuts it
+    check(lw.Pack([0, 24], layout=layout), 4, "silu", True)
+    check(lw.Pack([0, 11, 24], layout=layout), 4, "silu", True)  # the document border cuts it
 
 
 def test_a_halo_spans_several_ranks(ranks: Ranks) -> None:
@@ -72,8 +72,7 @@ def test_a_halo_spans_several_ranks(ranks: Ranks) -> None:
 def on_a_subgroup(members: list[int]) -> None:
     group = dist.new_group(members)
     if dist.get_rank() in members:
-        cu = PACKS["ragged"]
-        check(cu, layout_of("zigzag", cu, len(members)), 4, "silu", True, group)
+        check(pack_of("zigzag", PACKS["ragged"], group), 4, "silu", True)
 
 
 def test_group_rank_is_not_global_rank(ranks: Ranks) -> None:
@@ -83,14 +82,15 @@ def test_group_rank_is_not_global_rank(ranks: Ranks) -> None:
 def fused(dtype: torch.dtype) -> int:
     """q, k and v in one exchange; returns how many calls to others forward and backward made."""
     cu = PACKS["ragged"]
-    layout = layout_of("zigzag", cu, dist.get_world_size())
-    mine = torch.from_numpy(layout.indices(dist.get_rank()))
+    pack = pack_of("zigzag", cu)
+    mine = own_tokens(pack)
     xs = [x[mine].requires_grad_() for x in draw((cu[-1], 4), (cu[-1], 4), (cu[-1], 6), dtype=dtype)]
     weights = [w.requires_grad_() for w in draw((4, 4), (4, 4), (6, 4), dtype=dtype)]
-    apart = [lw.causal_conv1d(x, w, None, layout, cu, activation="silu") for x, w in zip(xs, weights, strict=True)]
+    apart = [lw.causal_conv1d(x, w, None, pack, activation="silu") for x, w in zip(xs, weights, strict=True)]
     expected = torch.autograd.grad(sum((y * y).sum() for y in apart), [*xs, *weights])
+    lw.causal_conv1d(xs, weights, None, pack, activation="silu")  # all have agreed on this call
     before = dist.group.WORLD._get_sequence_number_for_group()
-    together = lw.causal_conv1d(xs, weights, None, layout, cu, activation="silu")
+    together = lw.causal_conv1d(xs, weights, None, pack, activation="silu")
     grads = torch.autograd.grad(sum((y * y).sum() for y in together), [*xs, *weights])
     calls = int(dist.group.WORLD._get_sequence_number_for_group()) - before
     for found, reference in zip([*together, *grads], [*apart, *expected], strict=True):
@@ -105,11 +105,11 @@ def test_several_tensors_share_one_exchange(ranks: Ranks, dtype: torch.dtype) ->
 
 
 def no_exchange() -> int:
-    layout = lw.Layout.contiguous(40, 4)
+    pack = lw.Pack([0, 10, 20, 30, 40], layout="contiguous")
     x, weight = draw((10, 4), (4, 4))
-    lw.causal_conv1d(x, weight, None, layout, [0, 10, 20, 30, 40])
+    lw.causal_conv1d(x, weight, None, pack)
     before = dist.group.WORLD._get_sequence_number_for_group()
-    lw.causal_conv1d(x.requires_grad_(), weight, None, layout, [0, 10, 20, 30, 40]).sum().backward()
+    lw.causal_conv1d(x.requires_grad_(), weight, None, pack).sum().backward()
     return int(dist.group.WORLD._get_sequence_number_for_group()) - before
 
 
@@ -119,7 +119,7 @@ def test_documents_on_one_rank_cost_no_communication(ranks: Ranks) -> None:
 
 def test_one_process_without_a_group() -> None:
     cu = PACKS["ragged"]
-    layout = layout_of("shuffled", cu, 1)
+    pack = pack_of("shuffled", cu)
     x, weight = draw((cu[-1], 4), (4, 3))
-    y = lw.causal_conv1d(x[layout.indices(0)], weight, None, layout, cu)
-    torch.testing.assert_close(y, conv.causal_conv1d(x, weight, None, cu)[layout.indices(0)])
+    y = lw.causal_conv1d(pack.shard(x), weight, None, pack)
+    torch.testing.assert_close(y, pack.shard(conv.causal_conv1d(x, weight, None, cu)))

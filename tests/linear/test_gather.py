@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from linear_ranks import PACKS, layout_of
+from linear_ranks import PACKS, own_tokens, pack_of
 from torch import Tensor, nn
 
 import longweave as lw
@@ -37,16 +37,16 @@ def data() -> tuple[Tensor, Tensor]:
 def compare(kind: str, param_grads: str, dropout: float) -> None:
     """Against one process; with dropout, all ranks and the one process draw the same random numbers."""
     x, d_out = data()
-    layout = layout_of(kind, [0, 20, TOTAL], dist.get_world_size())
+    pack = pack_of(kind, [0, 20, TOTAL])
     module = Module(dropout)
     params = tuple(module.parameters())
     x.requires_grad_()
-    mine = torch.from_numpy(layout.indices(dist.get_rank()))
+    mine = own_tokens(pack)
     shard = x.detach()[mine].requires_grad_()
 
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    out = lw.gather_recompute(module, shard, layout, param_grads=param_grads)
+    out = lw.gather_recompute(module, shard, pack, param_grads=param_grads)
     if param_grads == "full" and dist.get_world_size() > 1:  # random numbers of rank 0, by a seed drawn there
         torch.set_rng_state(state)
         torch.manual_seed(int(torch.randint(1 << 62, (1, 1))))
@@ -78,18 +78,18 @@ def test_against_one_process(ranks: Ranks, world: int, param_grads: str, dropout
 def own_random_numbers() -> None:
     """Ranks with different random states: outputs and gradients of each belong to the numbers it drew."""
     x, d_out = data()
-    layout = layout_of("zigzag", [0, TOTAL], dist.get_world_size())
+    pack = pack_of("zigzag", [0, TOTAL])
     module, rank = Module(0.5), dist.get_rank()
-    mine = torch.from_numpy(layout.indices(rank))
+    mine = own_tokens(pack)
     shard = x[mine].requires_grad_()
     torch.manual_seed(100 + rank)
-    out = lw.gather_recompute(module, shard, layout)
+    out = lw.gather_recompute(module, shard, pack)
     (grad,) = torch.autograd.grad(out, shard, d_out[mine])
     x.requires_grad_()
     total = torch.zeros_like(x)
     for peer in range(dist.get_world_size()):
         torch.manual_seed(100 + peer)
-        theirs = torch.from_numpy(layout.indices(peer))
+        theirs = torch.from_numpy(pack.layout.indices(peer))
         expected = module(x)[theirs]
         if peer == rank:
             torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
@@ -104,12 +104,12 @@ def test_every_rank_may_draw_its_own_random_numbers(ranks: Ranks) -> None:
 def the_original_is_too_large() -> list[float]:
     """Gathering grad_output *and* summing over ranks counts every parameter gradient once for each rank."""
     x, d_out = data()
-    module, layout = Module(), layout_of("zigzag", [0, TOTAL], dist.get_world_size())
-    mine = torch.from_numpy(layout.indices(dist.get_rank()))
+    module, pack = Module(), pack_of("zigzag", [0, TOTAL])
+    mine = own_tokens(pack)
     (whole,) = torch.autograd.grad(module(x), [module.out.weight], d_out)
     ratios = []
     for param_grads in ("part", "full"):
-        out = lw.gather_recompute(module, x[mine], layout, param_grads=param_grads)
+        out = lw.gather_recompute(module, x[mine], pack, param_grads=param_grads)
         (grad,) = torch.autograd.grad(out, [module.out.weight], d_out[mine])
         dist.all_reduce(grad)
         ratios.append(float((grad / whole).mean()))
@@ -122,17 +122,20 @@ def test_part_sums_to_the_reference_and_full_must_not_be_summed(ranks: Ranks, wo
 
 
 def kept() -> tuple[int, int]:
-    world = dist.get_world_size()
-    layout = lw.Layout.contiguous(64 * 8, world)
-    shard = torch.randn(layout.counts[dist.get_rank()], 6, dtype=torch.float64, requires_grad=True)
+    """Bytes that autograd keeps, parameters aside (it notes them, and their memory is there anyway)."""
+    pack = pack_of("contiguous", [0, 64 * 8])
+    shard = torch.randn(pack.tokens, 6, dtype=torch.float64, requires_grad=True)
+    module = Module()
     storages: dict[int, int] = {}
 
-    def pack(x: Tensor) -> Tensor:
+    def note(x: Tensor) -> Tensor:
         storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        lw.gather_recompute(Module(), shard, layout)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        lw.gather_recompute(module, shard, pack)
+    for p in module.parameters():
+        storages.pop(p.untyped_storage().data_ptr(), None)
     return sum(storages.values()), shard.numel() * 8
 
 
@@ -144,18 +147,18 @@ def test_only_the_local_input_is_kept(ranks: Ranks, world: int) -> None:
 
 def several_inputs_and_views() -> None:
     """Two inputs, one without gradient; parameters given by hand, one of them a view of another tensor."""
-    layout = layout_of("zigzag", PACKS["ragged"], dist.get_world_size())
+    pack = pack_of("zigzag", PACKS["ragged"])
     rng = torch.Generator().manual_seed(2)
     x, y = (torch.randn(107, 6, generator=rng, dtype=torch.float64) for _ in range(2))
     table = torch.randn(2, 6, dtype=torch.float64, generator=rng, requires_grad=True)
     weight = table[1] * 2
-    mine = torch.from_numpy(layout.indices(dist.get_rank()))
+    mine = own_tokens(pack)
     shard = x[mine].t().contiguous().t().requires_grad_()  # not contiguous
 
     def fn(x, y):
         return (x * y * weight).cumsum(0)
 
-    out = lw.gather_recompute(fn, (shard, y[mine]), layout, params=[weight])
+    out = lw.gather_recompute(fn, (shard, y[mine]), pack, params=[weight])
     d_x, d_table = torch.autograd.grad(out, [shard, table], torch.ones_like(out))
     x.requires_grad_()
     whole = torch.autograd.grad((x * y * (table[1] * 2)).cumsum(0).sum(), [x, table])
@@ -170,24 +173,24 @@ def test_several_inputs_and_parameters_that_are_views(ranks: Ranks) -> None:
 
 def test_a_forgotten_parameter_is_refused() -> None:
     weight = torch.ones(3, requires_grad=True)
-    layout = lw.Layout.contiguous(5, 1)
+    pack = lw.Pack([0, 5])
     x = torch.randn(5, 3, requires_grad=True)
-    out = lw.gather_recompute(lambda x: x * weight, x, layout)
+    out = lw.gather_recompute(lambda x: x * weight, x, pack)
     with pytest.raises(lw.InputError, match=r"shape \(3,\) that needs a gradient but is not among params"):
         out.sum().backward()
-    lw.gather_recompute(lambda x: x * weight, x, layout, params=[weight]).sum().backward()
+    lw.gather_recompute(lambda x: x * weight, x, pack, params=[weight]).sum().backward()
     assert weight.grad is not None
 
 
 def test_what_is_refused() -> None:
-    layout = lw.Layout.contiguous(5, 1)
+    pack = lw.Pack([0, 5])
     with pytest.raises(lw.InputError, match="param_grads is 'half'"):
-        lw.gather_recompute(lambda x: x, torch.randn(5, 3), layout, param_grads="half")
-    with pytest.raises(lw.InputError, match=r"shape \(4, 3\) but rank 0 has 5"):
-        lw.gather_recompute(lambda x: x, torch.randn(4, 3), layout)
+        lw.gather_recompute(lambda x: x, torch.randn(5, 3), pack, param_grads="half")
+    with pytest.raises(lw.InputError, match=r"shape \(4, 3\) came in, but rank 0 has 5"):
+        lw.gather_recompute(lambda x: x, torch.randn(4, 3), pack)
     with pytest.raises(lw.InputError, match=r"fn returned shape \(4, 3\)"):
-        lw.gather_recompute(lambda x: x[1:], torch.randn(5, 3), layout)
+        lw.gather_recompute(lambda x: x[1:], torch.randn(5, 3), pack)
     with pytest.raises(lw.InputError, match="fn returned a tuple"):
-        lw.gather_recompute(lambda x: (x, x), torch.randn(5, 3), layout)
-    with pytest.raises(lw.InputError, match="layout is a list"):
+        lw.gather_recompute(lambda x: (x, x), torch.randn(5, 3), pack)
+    with pytest.raises(lw.InputError, match="pack is a list"):
         lw.gather_recompute(lambda x: x, torch.randn(5, 3), [0, 5])

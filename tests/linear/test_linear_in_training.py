@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from linear_cases import GDN
-from linear_ranks import PACKS, layout_of
+from linear_ranks import PACKS, own_tokens, pack_of
 from reference import dense_attention, worst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import longweave as lw
-from longweave.kernels import conv, delta_rule
+from longweave.kernels.recurrence import conv, delta_rule
 from longweave.launch import Ranks
 
 CU = [0, 30, 31, 50]
@@ -29,19 +29,19 @@ class GatedDeltaNet(nn.Module):
         self.gates = nn.Linear(width, 2 * HEADS)
         self.out = nn.Linear(inner, width)
 
-    def forward(self, x: Tensor, layout: lw.Layout | None, group=None) -> Tensor:
+    def forward(self, x: Tensor, pack: lw.Pack | None) -> Tensor:
         xs = [project(x) for project in self.qkv]
-        if layout is None:
+        if pack is None:
             xs = [conv.causal_conv1d(y, w, None, CU, activation="silu") for y, w in zip(xs, self.taps, strict=True)]
         else:
-            xs = lw.causal_conv1d(xs, list(self.taps), None, layout, CU, group, activation="silu")
+            xs = lw.causal_conv1d(xs, list(self.taps), None, pack, activation="silu")
         q, k, v = (y.unflatten(1, (HEADS, DIM)) for y in xs)
         g, beta = self.gates(x).chunk(2, 1)
         g, beta = -0.01 * F.softplus(g.to(torch.promote_types(g.dtype, torch.float32))), beta.sigmoid()
-        if layout is None:
+        if pack is None:
             y = delta_rule.gated_delta_rule(q, k, v, g, beta, CU, qk_l2norm=True)[0]
         else:
-            y = lw.gated_delta_rule(q, k, v, g, beta, layout, CU, group, qk_l2norm=True)
+            y = lw.gated_delta_rule(q, k, v, g, beta, pack, qk_l2norm=True)
         return x + self.out(y.flatten(1))
 
 
@@ -51,13 +51,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * HEADS * DIM)
         self.out = nn.Linear(HEADS * DIM, width)
 
-    def forward(self, x: Tensor, layout: lw.Layout | None, group=None) -> Tensor:
+    def forward(self, x: Tensor, pack: lw.Pack | None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(1, (3, HEADS, DIM)).unbind(1)
-        mask = lw.Mask.causal(CU)
-        if layout is None:
-            y, _ = dense_attention(q, k, v, mask)
+        if pack is None:
+            y, _ = dense_attention(q, k, v, lw.Mask.causal(CU))
         else:
-            y = lw.attention(q, k, v, lw.make_plan(mask, layout, "ring"), group)
+            y = lw.attention(q, k, v, pack, strategy="ring")
         return x + self.out(y.flatten(1))
 
 
@@ -66,7 +65,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, 32), nn.Linear(32, width)
 
-    def forward(self, x: Tensor, layout: lw.Layout | None, group=None) -> Tensor:
+    def forward(self, x: Tensor, pack: lw.Pack | None) -> Tensor:
         return x + self.down(F.silu(self.up(x)))
 
 
@@ -97,16 +96,16 @@ def hybrid(kind: str, checkpointed: bool, members: list[int] | None) -> None:
     group = None if members is None else dist.new_group(members)
     if members is not None and dist.get_rank() not in members:
         return
-    layout = layout_of(kind, CU, dist.get_world_size(group))
+    pack = pack_of(kind, CU, group)
     layers = model()
-    x, weight = (lw.shard(t, layout, group) for t in data())
+    x, weight = (pack.shard(t) for t in data())
     x.requires_grad_()
     y = x
     for layer in layers:
-        y = checkpoint(layer, y, layout, group, use_reentrant=False) if checkpointed else layer(y, layout, group)
+        y = checkpoint(layer, y, pack, use_reentrant=False) if checkpointed else layer(y, pack)
     (y * weight).sum().backward()
     d_x, expected = one_process()
-    mine = torch.from_numpy(layout.indices(dist.get_rank(group)))
+    mine = own_tokens(pack)
     assert worst(x.grad, d_x[mine]) < 1e-10
     for name, p in layers.named_parameters():
         dist.all_reduce(p.grad, group=group)  # SUM over ranks is the whole gradient
@@ -129,17 +128,17 @@ def test_on_a_subgroup(ranks: Ranks) -> None:
 
 def compiled() -> None:
     """torch.compile breaks the graph at the linear layers; what comes out is the same."""
-    layout = layout_of("zigzag", CU, dist.get_world_size())
+    pack = pack_of("zigzag", CU)
     results = []
     for wrap in (lambda fn: fn, lambda fn: torch.compile(fn, backend="aot_eager")):
         layers = nn.ModuleList(layer for layer in model() if not isinstance(layer, Attention))
 
         def step(x: Tensor, layers: nn.ModuleList = layers) -> Tensor:
             for layer in layers:
-                x = layer(x, layout)
+                x = layer(x, pack)
             return x
 
-        x, weight = (lw.shard(t, layout) for t in data())
+        x, weight = (pack.shard(t) for t in data())
         (wrap(step)(x) * weight).sum().backward()
         results.append([p.grad for p in layers.parameters()])
     assert all(worst(a, b) < 1e-12 for a, b in zip(*results, strict=True))
@@ -150,16 +149,16 @@ def test_compile(ranks: Ranks) -> None:
 
 
 def under_autocast(method: str) -> None:
-    layout = layout_of("zigzag", CU, dist.get_world_size())
-    mine = layout.indices(dist.get_rank())
+    pack = pack_of("zigzag", CU)
+    mine = own_tokens(pack)
     inputs = GDN.inputs(CU[-1], 2, 2, K=8, V=8, dtype=torch.bfloat16, decay=1e-3)
     inputs[3] = inputs[3].float()
     plain, cast = ([x[mine].requires_grad_() for x in inputs] for _ in range(2))
-    expected = lw.gated_delta_rule(*plain, layout, CU, method=method)
+    expected = lw.gated_delta_rule(*plain, pack, method=method)
     with torch.autocast("cpu", torch.bfloat16):
-        out = lw.gated_delta_rule(*cast, layout, CU, method=method)
+        out = lw.gated_delta_rule(*cast, pack, method=method)
         mixed = [cast[0].float(), *cast[1:]]
-        assert lw.gated_delta_rule(*mixed, layout, CU, method=method).dtype == torch.bfloat16
+        assert lw.gated_delta_rule(*mixed, pack, method=method).dtype == torch.bfloat16
     assert torch.equal(out, expected), "states are float32 under autocast, too"
     d_out = torch.ones_like(out)
     with torch.autocast("cpu", torch.bfloat16):
@@ -167,10 +166,10 @@ def under_autocast(method: str) -> None:
     for a, b in zip(grads, torch.autograd.grad(expected, plain, d_out), strict=True):
         assert torch.equal(a, b)
     layers = model(torch.float32)
-    x = lw.shard(data()[0], layout).float()
+    x = pack.shard(data()[0]).float()
     with torch.autocast("cpu", torch.bfloat16):
         for layer in layers:
-            x = layer(x, layout)
+            x = layer(x, pack)
     x.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layers.parameters())
 
@@ -182,8 +181,8 @@ def test_autocast(ranks: Ranks, method: str) -> None:
 
 def views() -> None:
     """Inputs that are slices and transposes of larger tensors give the bits of contiguous ones."""
-    layout = layout_of("zigzag", CU, dist.get_world_size())
-    mine = layout.indices(dist.get_rank())
+    pack = pack_of("zigzag", CU)
+    mine = own_tokens(pack)
     inputs = [x[mine] for x in GDN.inputs(CU[-1])]
     strided = [torch.stack([x, x], -1)[..., 0] for x in inputs]
     assert len(mine) < 2 or not strided[0].is_contiguous()
@@ -191,7 +190,7 @@ def views() -> None:
         results = []
         for given in (inputs, strided):
             leaves = [x.detach().requires_grad_() for x in given]
-            out = lw.gated_delta_rule(*leaves, layout, CU, method=method)
+            out = lw.gated_delta_rule(*leaves, pack, method=method)
             results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out).mT.contiguous().mT)])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -202,23 +201,22 @@ def test_inputs_that_are_views(ranks: Ranks) -> None:
 
 def kept(tokens: int) -> tuple[int, int]:
     """Bytes kept by autograd, and bytes of the inputs."""
-    layout = lw.Layout.zigzag([0, tokens], dist.get_world_size())
-    leaves = [
-        x[layout.indices(dist.get_rank())].requires_grad_() for x in GDN.inputs(tokens, K=16, V=16, dtype=torch.float32)
-    ]
+    pack = pack_of("zigzag", [0, tokens])
+    given = GDN.inputs(tokens, K=16, V=16, dtype=torch.float32)
+    leaves = [x[own_tokens(pack)].requires_grad_() for x in given]
     storages: dict[int, int] = {}
 
-    def pack(x: Tensor) -> Tensor:
+    def note(x: Tensor) -> Tensor:
         storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        lw.gated_delta_rule(*leaves, layout, [0, tokens], method="affine")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        lw.gated_delta_rule(*leaves, pack, method="affine")
     return sum(storages.values()), sum(x.numel() * 4 for x in leaves)
 
 
 def test_what_autograd_keeps(ranks: Ranks) -> None:
-    """Inputs, a state for each block of some hundred tokens, and the maps of the chain."""
+    """Inputs, a state for each block of some hundred tokens, and the transitions of the chain."""
     for world in (2, 8):
         for bytes_kept, bytes_of_inputs in ranks.run(kept, 8192, size=world):
             assert bytes_kept < 1.35 * bytes_of_inputs
@@ -228,33 +226,25 @@ def order_of_events() -> list[str]:
     """What this rank does, in order: one document of its own, one that is cut."""
     from longweave.linear import affine
 
-    cu = [0, 16, 32, 96]
     layout = lw.Layout.from_spans(96, [[(0, 16), (32, 48), (80, 96)], [(16, 32), (48, 80)]])
+    pack = lw.Pack([0, 16, 32, 96], layout=layout)
     events: list[str] = []
-    names = ("run", "summary", "backward_run", "backward_summary", "walk")
-    originals = {name: getattr(affine, name) for name in (*names, "exchange")}
 
-    def noting(name: str):
-        def wrapped(*args, **kwargs):
-            if name == "walk" or args[0].table.spans:
+    def noting(name: str, original):
+        def wrapped(first, *args, **kwargs):
+            if name in ("walk", "exchange") or first.table.spans:
                 events.append(name)
-            return originals[name](*args, **kwargs)
+            return original(first, *args, **kwargs)
 
         return wrapped
 
-    def exchange(*args, **kwargs):
-        events.append("exchange")
-        return originals["exchange"](*args, **kwargs)
-
-    try:
-        for name in names:
-            setattr(affine, name, noting(name))
-        affine.exchange = exchange
-        leaves = [x[layout.indices(dist.get_rank())].requires_grad_() for x in GDN.inputs(96)]
-        lw.gated_delta_rule(*leaves, layout, cu, method="affine").sum().backward()
-    finally:
-        for name, original in originals.items():
-            setattr(affine, name, original)
+    watched = [(affine, name) for name in ("run", "summary", "backward_run", "backward_summary")]
+    watched += [(affine._Direction, name) for name in ("walk", "exchange")]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in watched:
+            patch.setattr(owner, name, noting(name, getattr(owner, name)))
+        leaves = [x[own_tokens(pack)].requires_grad_() for x in GDN.inputs(96)]
+        lw.gated_delta_rule(*leaves, pack, method="affine").sum().backward()
     return events
 
 
@@ -266,15 +256,13 @@ def test_the_exchange_is_in_flight_while_whole_documents_are_computed(ranks: Ran
 
 
 def no_gradients() -> None:
-    layout = layout_of("zigzag", PACKS["ragged"], dist.get_world_size())
-    inputs = [x[layout.indices(dist.get_rank())] for x in GDN.inputs(107)]
+    pack = pack_of("zigzag", PACKS["ragged"])
+    inputs = [x[own_tokens(pack)] for x in GDN.inputs(107)]
     with torch.no_grad():
-        out = lw.gated_delta_rule(*inputs, layout, PACKS["ragged"])
+        out = lw.gated_delta_rule(*inputs, pack)
     assert not out.requires_grad
     leaf = inputs[2].clone().requires_grad_()  # only v needs a gradient
-    (grad,) = torch.autograd.grad(
-        lw.gated_delta_rule(*inputs[:2], leaf, *inputs[3:], layout, PACKS["ragged"]).sum(), leaf
-    )
+    (grad,) = torch.autograd.grad(lw.gated_delta_rule(*inputs[:2], leaf, *inputs[3:], pack).sum(), leaf)
     assert grad.shape == leaf.shape
 
 
