@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from longweave.tools.train.config import TrainConfig
+from longweave.tools.train.data import documents, draw_pack
+from longweave.tools.train.launch import train_and_show
 from typer.testing import CliRunner
 
 import longweave as lw
 from longweave.cli import app
 from longweave.launch import Ranks
-from longweave.tools.train.config import TrainConfig
-from longweave.tools.train.data import documents, draw_pack
-from longweave.tools.train.launch import train_and_show
 from longweave.tools.train.loop import Metrics
 
 TINY = TrainConfig(hidden=32, layers=4, tokens=256, steps=6, warmup=2)
