@@ -30,6 +30,11 @@ class Comm:
             return torch.device("cpu")
         return torch.device(min(kinds), torch.accelerator.current_device_index())
 
+    @cached_property
+    def global_ranks(self) -> list[int]:
+        """The ranks of this group as the default group counts them."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
     @property
     def is_cpu_only(self) -> bool:
         """Can this group carry nothing but CPU tensors?"""

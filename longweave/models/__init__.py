@@ -1,8 +1,11 @@
 """Whole models: `lw.parallelize`, `lw.restore`, `lw.shard_batch`, and what turns a batch into a right gradient.
 
-transformers is imported only for models that come from it.
+Here is what a user adds for modules of their own: a role for a class (`register`), and in an adapter the way between
+the model's (1, tokens, …) and the operators' (tokens, …) (`unbatch`, `rebatch`). transformers is imported only for
+models that come from it.
 """
 
-from longweave.models.known import register, unregister
+from longweave.models.roles import register, unregister
+from longweave.models.running import rebatch, unbatch
 
-__all__ = ["register", "unregister"]
+__all__ = ["rebatch", "register", "unbatch", "unregister"]

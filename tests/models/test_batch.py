@@ -52,8 +52,8 @@ def losses(layout: str, ignore_all: bool) -> None:
         assert ("labels" in batch.inputs) == (not weighted)
         for kind in ("loss", "chunked"):
             head = Head()
-            hidden = batch.shard(head.hidden)
-            if not batch.step.tokens:
+            hidden = batch.pack.shard(head.hidden)
+            if not batch.pack.tokens:
                 hidden = F.pad(hidden, (0, 0, 0, 1))
             if kind == "loss":
                 mine = batch.loss((hidden @ head.weight.T)[None])
@@ -66,8 +66,8 @@ def losses(layout: str, ignore_all: bool) -> None:
             assert worst(head.weight.grad, grads[1]) < 1e-12, (kind, weighted)
             assert head.unused.grad is None
         head = Head()
-        hidden = batch.shard(head.hidden)
-        if not batch.step.tokens:
+        hidden = batch.pack.shard(head.hidden)
+        if not batch.pack.tokens:
             hidden = F.pad(hidden, (0, 0, 0, 1))
         each = batch.logprobs(hidden @ head.weight.T)
         assert worst(each, logprobs) < 1e-12
@@ -106,7 +106,7 @@ def test_a_chunked_loss_keeps_no_logits() -> None:
 def few_tokens() -> None:
     batch = lw.shard_batch(torch.tensor([5, 6, 7]))
     assert batch.inputs["input_ids"].shape == (1, 1)
-    assert sum(batch.layout.counts) == 3
+    assert sum(batch.pack.layout.counts) == 3
     logits = torch.zeros(1, 1, VOCAB, requires_grad=True)
     loss = batch.loss(logits)
     loss.backward()
@@ -126,10 +126,10 @@ def positions() -> None:
     for layout in ("auto", "zigzag", "contiguous", "balanced"):
         batch = lw.shard_batch(full.ids[None], CU, layout=layout)
         assert batch.unshard(batch.inputs["position_ids"]).equal(expected[None])
-        assert batch.unshard(batch.input_ids, dim=0).equal(full.ids)
+        assert batch.pack.unshard(batch.input_ids).equal(full.ids)
         given = lw.shard_batch(full.ids, layout=layout, position_ids=expected + 3)
-        assert given.unshard(given.position_ids).equal(expected + 3)
-        assert given.cu_seqlens.tolist() == CU
+        assert given.pack.unshard(given.position_ids).equal(expected + 3)
+        assert given.pack.cu_seqlens.tolist() == CU
 
 
 def test_positions_count_from_each_document(ranks: Ranks) -> None:
@@ -142,7 +142,7 @@ def differing_batches() -> None:
     mine = full.ids.clone()
     if rank == 1:
         mine[7] += 1
-    with pytest.raises(lw.GroupError, match="rank 1 of the group hold another batch"):
+    with pytest.raises(lw.GroupError, match="rank 1 of the group holds another batch"):
         lw.shard_batch(mine, CU, mesh["cp"])
     with pytest.raises(lw.LongweaveError, match=r"labels has the shape|rank 2 of the group refused"):
         lw.shard_batch(full.ids, CU, mesh["cp"], labels=full.ids[: CU[-1] - (rank == 2)])
@@ -150,8 +150,8 @@ def differing_batches() -> None:
         lw.shard_batch(full.ids, CU, strategy="ring" if rank else "allgather")
     layout = lw.Layout.zigzag(CU, 3)
     batch = lw.shard_batch(full.ids, CU, layout=layout)
-    batch.unshard(batch.input_ids)  # the ranks agree on this layout, but the next batch is another one
-    with pytest.raises(lw.GroupError, match="rank 1 of the group hold another batch"):
+    batch.pack.unshard(batch.input_ids)  # the ranks agree on this layout, but the next batch is another one
+    with pytest.raises(lw.GroupError, match="rank 1 of the group holds another batch"):
         lw.shard_batch(mine, CU, layout=layout)
     square = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
     with pytest.raises(lw.InputError, match=r'mesh\["cp"\]'):
@@ -160,7 +160,7 @@ def differing_batches() -> None:
     for call in (batch.loss, batch.logprobs):
         with pytest.raises(lw.InputError, match="logits has the shape"):
             call(logits)
-    right = torch.zeros(batch.step.tokens, VOCAB)
+    right = torch.zeros(batch.pack.tokens, VOCAB)
     with pytest.raises(lw.InputError, match="num_items is 0"):
         batch.loss(right, num_items=0)
     with pytest.raises(lw.InputError, match="temperature"):
@@ -199,7 +199,7 @@ def some_gradients() -> None:
     with pytest.raises(lw.GroupError, match="other parameters"):
         lw.reduce_gradients([nn.Parameter(torch.ones(2 + (rank == 1)))])
     mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))
-    assert lw.loss_scale(mesh) == lw.loss_scale(mesh["cp"]) == lw.loss_scale(None) == 3
+    assert lw.loss_scale(mesh) == lw.loss_scale(mesh["cp"]) == lw.loss_scale() == 3
     assert lw.loss_scale(mesh["dp"]) == 1
     assert lw.reduce_sum(rank + 1, mesh["cp"]) == 6
 

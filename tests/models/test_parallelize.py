@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import longweave as lw
-from longweave.models import register, unregister
-from longweave.models.step import Step
 from longweave.launch import Ranks
+from longweave.models import rebatch, register, unbatch, unregister
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
@@ -113,15 +112,15 @@ class Backwards(nn.Sequential):
         return super().forward(x.flip(1))
 
 
-def gathered(module: nn.Module, step: Step, hidden_states: Tensor, **kwargs: object) -> tuple[Tensor, None]:
+def gathered(module: nn.Module, pack: lw.Pack, hidden_states: Tensor, **kwargs: object) -> tuple[Tensor, None]:
     """The stranger on the gathered sequence, one document at a time."""
 
     def run(x: Tensor) -> Tensor:
         parts = [x[a:b].cumsum(0) for a, b in pairwise(CU)]
         return torch.cat(parts)
 
-    mixed = lw.gather_recompute(run, step.enter(hidden_states), step.layout, step.group)
-    return step.leave(module.inner(mixed)), None
+    mixed = lw.gather_recompute(run, unbatch(hidden_states, pack), pack)
+    return rebatch(module.inner(mixed), pack), None
 
 
 def with_stranger() -> nn.Module:
@@ -234,7 +233,7 @@ def test_groups_must_be_the_same(ranks: Ranks) -> None:
     ranks.run(other_groups, size=2)
 
 
-# -- the way of the step -----------------------------------------------------------------------------
+# -- the way of the pack -----------------------------------------------------------------------------
 
 
 def forget(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -361,7 +360,7 @@ def sharded() -> None:
     with pytest.raises(lw.InputError, match="FSDP reduces"):
         lw.reduce_gradients(model, mesh["cp"])
     with pytest.raises(lw.InputError, match="DTensor"):
-        batch.chunked_loss(torch.zeros(batch.step.tokens, 32).double(), model.lm_head.weight)
+        batch.chunked_loss(torch.zeros(batch.pack.tokens, 32).double(), model.lm_head.weight)
     lw.restore(model)
 
 
@@ -397,9 +396,9 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(8, 24)
 
-    def forward(self, x, plan, group):
+    def forward(self, x, pack):
         q, k, v = self.qkv(x).unflatten(-1, (2, 12)).chunk(3, -1)
-        return lw.attention(q, k, v, plan, group).flatten(1)
+        return lw.attention(q, k, v, pack).flatten(1)
 
 class Model(nn.Module):
     def __init__(self):
@@ -408,8 +407,10 @@ class Model(nn.Module):
 
     def forward(self, input_ids, longweave, **kwargs):
         x = self.embed(input_ids[0])
-        return self.out(x + self.attention(x, longweave.plan(), longweave.group))
+        return self.out(x + self.attention(x, longweave))
 
+longweave.models.register(Attention, "layer")
+longweave.models.register(Model, "layer")
 model = lw.parallelize(Model())
 batch = lw.shard_batch(torch.arange(9), [0, 4, 9])
 batch.loss(model(**batch.inputs)).backward()
@@ -421,7 +422,7 @@ lw.restore(model)
 
 def test_plain_models_need_no_transformers() -> None:
     subprocess.run([sys.executable, "-c", PLAIN], check=True)
-    lazy = "import sys, longweave.models.parallel, longweave.models.batch; assert 'transformers' not in sys.modules"
+    lazy = "import sys, longweave.models.parallelize, longweave.models.batch; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", lazy], check=True)
 
 
@@ -432,14 +433,14 @@ class PlainAttention(nn.Module):
         super().__init__()
         self.embed, self.qkv, self.out = nn.Embedding(97, 16), nn.Linear(16, 48), nn.Linear(16, 97)
 
-    def forward(self, ids: Tensor, plan: lw.Plan | None = None, group: Any = None) -> Tensor:
+    def forward(self, ids: Tensor, pack: lw.Pack | None = None) -> Tensor:
         x = self.embed(ids)
         q, k, v = self.qkv(x).unflatten(-1, (4, 12)).chunk(3, -1)
-        if plan is None:
+        if pack is None:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
         else:
-            mixed = lw.attention(q, k, v, plan, group)
+            mixed = lw.attention(q, k, v, pack)
         return self.out(x + mixed.flatten(1))
 
 
@@ -451,7 +452,7 @@ def plain() -> None:
     valid = CU[-1] - len(CU) + 1
     grads = torch.autograd.grad(sum(losses) / valid, list(model.parameters()))
     batch = lw.shard_batch(full.ids, CU)
-    loss = batch.loss(model(batch.input_ids, batch.plan, batch.group))
+    loss = batch.loss(model(batch.input_ids, batch.pack))
     loss.backward()
     lw.reduce_gradients(model)
     for p, grad in zip(model.parameters(), grads, strict=True):

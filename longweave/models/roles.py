@@ -2,7 +2,7 @@
 
     role          meaning                                                        what parallelize does
     tokenwise     each token for itself (linear, norm, MLP, experts, embedding)  nothing
-    layer         a decoder layer: only joins its parts                          looks at the parts
+    layer         only joins its parts, or calls longweave's operators itself    looks at the parts
     model         a Hugging Face model: takes the batch, calls the layers        its forward hands the batch on
     attention     softmax attention through transformers' attention interface    switches the interface
     an adapter    mixes tokens in its own way                                    its forward becomes the adapter
@@ -13,9 +13,8 @@ A module that is none of these might mix tokens, and would then silently see onl
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -25,7 +24,13 @@ from longweave.errors import InputError
 Adapter = Callable[..., Any]
 Role = str | Adapter
 
-ROLES = ("tokenwise", "layer", "model", "attention")
+# The roles that have names, with what a module of the role does.
+ROLES = {
+    "tokenwise": "each token's output depends on that token alone",
+    "layer": "only joins its parts, or calls longweave's operators itself",
+    "model": "a whole model, whose forward takes batch.inputs",
+    "attention": "calls transformers' attention interface and hands its keyword arguments on",
+}
 
 # Families of transformers whose source was read for this table. In others the same class names could mean other things.
 FAMILIES = (
@@ -49,9 +54,9 @@ FAMILIES = (
 # The first pattern that fits decides. The adapters live in a module that is loaded when one is needed.
 _BY_NAME: tuple[tuple[str, str], ...] = (
     (r"\w*Vision\w*", "refused"),
-    (r"KimiLinearDeltaAttention", "longweave.models.recurrent:kimi_linear"),
-    (r"Qwen3NextGatedDeltaNet", "longweave.models.recurrent:qwen3_next"),
-    (r"Qwen3_5(Moe)?GatedDeltaNet", "longweave.models.recurrent:qwen3_5"),
+    (r"KimiLinearDeltaAttention", "longweave.models.adapters:kimi_linear"),
+    (r"Qwen3NextGatedDeltaNet", "longweave.models.adapters:qwen3_next"),
+    (r"Qwen3_5(Moe)?GatedDeltaNet", "longweave.models.adapters:qwen3_5"),
     (r"\w+(RMSNorm|RMSNormGated|RotaryEmbedding|ForgetGate)", "tokenwise"),
     (r"\w+(MLP|Experts|TopKRouter|TopkRouter|Router|SparseMoeBlock|SparseMoeLayer|MoE)", "tokenwise"),
     (r"\w+Attention", "attention"),
@@ -73,28 +78,31 @@ _TORCH_PLAIN = (
     nn.ParameterDict,
 )
 
+# What users told us about classes, until they call `unregister`.
 _registered: dict[type[nn.Module], Role] = {}
 
 
 def register(module_class: type[nn.Module], role: Role) -> None:
     """Tell `lw.parallelize` what the modules of a class do.
 
-    role: "tokenwise" if each token's output depends on that token alone; "layer" for a module that only calls others;
-        "attention" if it calls transformers' attention interface, causally, with its keyword arguments handed on;
-        "model" for a whole model whose forward takes `batch.inputs`; or an adapter, a function
-        `adapter(module, step, *args, **kwargs)` that runs in the place of `module.forward(*args, **kwargs)`. `step`
-        has `tokens`, `layout`, `cu_seqlens`, `group`, `plan(window=None)`, and `enter` / `leave`, which turn the
-        model's (1, tokens, …) into the (tokens, …) that `lw.attention` and its siblings take, and back.
+    role: "tokenwise" if each token's output depends on that token alone; "layer" for a module that only joins its parts
+        or calls longweave's operators itself; "attention" if it calls transformers' attention interface with its
+        keyword arguments handed on; "model" for a whole model whose forward takes `batch.inputs`; or an adapter, a
+        function `adapter(module, pack, *args, **kwargs)` that runs in the place of `module.forward(*args, **kwargs)`.
+        `pack` is the batch's `lw.Pack`. A model's tensors are (1, tokens, …): `longweave.models.unbatch` makes them the
+        (tokens, …) that `lw.attention` and its siblings take, and `rebatch` is the way back.
 
-        def my_mixer(module, step, hidden_states, **kwargs):
-            x = step.enter(hidden_states)
-            return step.leave(lw.causal_conv1d(x, module.weight, None, step.layout, step.cu_seqlens, step.group))
+        from longweave.models import rebatch, register, unbatch
 
-        longweave.models.register(MyMixer, my_mixer)
+        def my_mixer(module, pack, hidden_states, **kwargs):
+            x = unbatch(hidden_states, pack)
+            return rebatch(lw.causal_conv1d(x, module.weight, None, pack), pack)
+
+        register(MyMixer, my_mixer)
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise InputError(f"register takes a class of modules, not {module_class!r}; give type(module)")
-    if role not in ROLES and not callable(role):
+    if not callable(role) and role not in ROLES:
         raise InputError(f"role is {role!r}; give one of {', '.join(ROLES)}, or an adapter function")
     _registered[module_class] = role
 
@@ -104,32 +112,38 @@ def unregister(module_class: type[nn.Module]) -> None:
     _registered.pop(module_class, None)
 
 
-def roles(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
-    """Name, module and role of every part of the model. Raises InputError for the first part without a role.
+def roles(model: nn.Module) -> list[tuple[str, nn.Module, Role]]:
+    """Name, module and role of every part of the model. Raises one InputError for all parts without a role.
 
     What is inside a module with an adapter is the adapter's affair.
     """
-    is_plain = not any(_role(part) == "model" for part in model.modules())
+    found: list[tuple[str, nn.Module, Role]] = []
+    unknown: dict[type[nn.Module], str] = {}  # with the name of the first one
     adapted: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if adapted and name.startswith(adapted):
             continue
         role = _role(module)
-        if role is None and is_plain and _uses_longweave(type(module)):
-            role = "layer"
         if role is None or role == "refused":
-            raise InputError(_refusal(name, module))
+            _refuse_special(name, module)
+            unknown.setdefault(type(module), name)
+            continue
         if isinstance(role, str) and ":" in role:
             role = _load(role)
         if callable(role):
             adapted += (f"{name}.",)
-        yield name, module, role
+        found.append((name, module, role))
+    if unknown:
+        raise InputError(_refusal(unknown))
+    return found
 
 
 def _role(module: nn.Module) -> Role | None:
     for base in type(module).__mro__:
         if base in _registered:
             return _registered[base]
+        if base.__module__ == "peft.tuners.lora.model":
+            return "layer"
         if "forward" in vars(base):
             break  # what base classes of this one do no longer matters
     if isinstance(module, _TORCH_TOKENWISE):
@@ -141,7 +155,7 @@ def _role(module: nn.Module) -> Role | None:
         return "tokenwise"
     if where == "transformers.activations" or where.startswith("peft.tuners.lora."):
         return "tokenwise"
-    if where.startswith("peft.peft_model"):
+    if where in ("peft.peft_model", "peft.utils.other"):
         return "layer"
     family = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_\w+", where)
     if family and family[1] in FAMILIES:
@@ -151,36 +165,47 @@ def _role(module: nn.Module) -> Role | None:
     return None
 
 
-def _uses_longweave(cls: type[nn.Module]) -> bool:
-    """Whether the file that defines the class has imported longweave: then it divides its own work."""
-    for value in list(vars(sys.modules.get(cls.__module__, sys)).values()):
-        home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-        if isinstance(home, str) and home.split(".")[0] == "longweave":
-            return True
-    return False
-
-
 def _load(path: str) -> Adapter:
-    from importlib import import_module
-
     module, _, name = path.partition(":")
     adapter: Adapter = getattr(import_module(module), name)
     return adapter
 
 
-def _refusal(name: str, module: nn.Module) -> str:
+def _refuse_special(name: str, module: nn.Module) -> None:
+    """Modules for which a role would be the wrong remedy."""
     cls = type(module)
-    shown = f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(module, nn.parallel.DistributedDataParallel) or cls.__name__ == "OptimizedModule":
-        return f"the model is already wrapped in {cls.__name__}; call lw.parallelize first and wrap afterwards"
-    if "Vision" in cls.__name__ or "ConditionalGeneration" in cls.__name__:
-        return (
-            f"{name or 'the model'} is a {shown}, a multimodal part; only the text part can be parallel: load it with "
-            "AutoModelForCausalLM, or give lw.parallelize the language model inside"
+        raise InputError(
+            f"the model is already wrapped in {cls.__name__}; call lw.parallelize first and wrap afterwards"
         )
-    return (
-        f"{name or 'the model'} is a {shown}, which is not known: if it mixes tokens, it would see only those of its "
-        "own rank. If it treats each token for itself, say longweave.models.register("
-        f'{cls.__name__}, "tokenwise"); if it mixes tokens, register an adapter that uses lw.attention, '
-        "lw.gated_delta_rule, lw.causal_conv1d or lw.gather_recompute (see longweave.models.register)"
+    if "Vision" in cls.__name__ or "ConditionalGeneration" in cls.__name__:
+        raise InputError(
+            f"{name or 'the model'} is a {cls.__module__}.{cls.__qualname__}, a multimodal part; only the text part "
+            "can be parallel: load it with AutoModelForCausalLM, or give lw.parallelize the language model inside"
+        )
+
+
+def _refusal(unknown: dict[type[nn.Module], str]) -> str:
+    places = [f"{name or 'the model'} is a {cls.__module__}.{cls.__qualname__}" for cls, name in unknown.items()]
+    meanings = [
+        *ROLES.items(),
+        ("an adapter", "adapter(module, pack, *args, **kwargs) runs in the place of its forward"),
+    ]
+    imports, lines = ["import longweave.models"], []
+    for cls, name in unknown.items():
+        shown = cls.__qualname__
+        if "." in shown:  # defined inside a function or a class: there is nothing to import
+            shown = f'type(model.get_submodule("{name}"))'
+        elif cls.__module__ != "__main__":
+            imports.append(f"from {cls.__module__} import {shown}")
+        lines.append(f"longweave.models.register({shown}, ROLE)")
+    return "\n".join(
+        [
+            f"{len(unknown)} of the model's classes have no role:",
+            *(f"    {place}" for place in places),
+            "A module that mixes tokens would see only those of its own rank. Say what each class does:",
+            *(f"    {role:<12}{meaning}" for role, meaning in meanings),
+            "These lines, with a role in the place of each ROLE (see longweave.models.register):",
+            *(f"    {line}" for line in [*imports, *lines]),
+        ]
     )

@@ -5,51 +5,50 @@ import pytest
 import torch
 
 import longweave as lw
-from longweave.models.batch import make_layout
-from longweave.models.pack import make_pack, shift, unshift
+from longweave.models.packing import pack_tokens, shift, unshift
 
 IDS = torch.arange(10, 20)
 CU = [0, 4, 4, 5, 10]
 
 
 def test_targets_move_forward_and_never_across_documents() -> None:
-    pack = make_pack(IDS, CU)
-    assert pack.targets.tolist() == [11, 12, 13, -100, -100, 16, 17, 18, 19, -100]
-    assert pack.cu_seqlens.tolist() == CU
+    packed = pack_tokens(IDS, CU)
+    assert packed.targets.tolist() == [11, 12, 13, -100, -100, 16, 17, 18, 19, -100]
+    assert packed.cu_seqlens.tolist() == CU
     labels = IDS.clone()
     labels[1] = -100
-    assert make_pack(IDS[None], CU, labels=labels[None]).targets.tolist()[:4] == [-100, 12, 13, -100]
-    assert make_pack(IDS, CU, shift_labels=labels).targets.tolist() == labels.tolist()
-    weights = make_pack(IDS, CU, loss_weights=torch.arange(10.0)).weights
+    assert pack_tokens(IDS[None], CU, labels=labels[None]).targets.tolist()[:4] == [-100, 12, 13, -100]
+    assert pack_tokens(IDS, CU, shift_labels=labels).targets.tolist() == labels.tolist()
+    weights = pack_tokens(IDS, CU, loss_weights=torch.arange(10.0)).weights
     assert weights is not None
     assert weights.tolist() == [1, 2, 3, 0, 0, 6, 7, 8, 9, 0]
-    assert unshift(shift(IDS, pack.cu_seqlens, 0), pack.cu_seqlens).tolist() == [0, 11, 12, 13, 0, 0, 16, 17, 18, 19]
+    assert unshift(shift(IDS, packed.cu_seqlens, 0), packed.cu_seqlens).tolist() == [0, 11, 12, 13, 0, 0, 16, 17, 18, 19]
 
 
 def test_forms_of_documents() -> None:
-    assert make_pack(IDS).cu_seqlens.tolist() == [0, 10]
-    assert make_pack(IDS.tolist(), np.array(CU)).ids.tolist() == IDS.tolist()
+    assert pack_tokens(IDS).cu_seqlens.tolist() == [0, 10]
+    assert pack_tokens(IDS.tolist(), np.array(CU)).ids.tolist() == IDS.tolist()
     positions = torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3, 4])
-    pack = make_pack(IDS[None], position_ids=positions[None])
-    assert pack.cu_seqlens.tolist() == [0, 4, 5, 10]
-    assert pack.positions is not None
-    assert pack.positions.tolist() == positions.tolist()
-    late = make_pack(IDS, position_ids=positions + 7)
+    packed = pack_tokens(IDS[None], position_ids=positions[None])
+    assert packed.cu_seqlens.tolist() == [0, 4, 5, 10]
+    assert packed.positions is not None
+    assert packed.positions.tolist() == positions.tolist()
+    late = pack_tokens(IDS, position_ids=positions + 7)
     assert late.cu_seqlens.tolist() == [0, 4, 5, 10]
 
 
 def test_rows_lose_their_padding() -> None:
     ids = torch.arange(12).view(3, 4)
     mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1]])
-    pack = make_pack(ids, attention_mask=mask, labels=ids * 10)
-    assert pack.ids.tolist() == [0, 1, 2, 6, 7, 8, 9, 10, 11]
-    assert pack.cu_seqlens.tolist() == [0, 3, 5, 9]
-    assert pack.targets.tolist() == [10, 20, -100, 70, -100, 90, 100, 110, -100]
-    assert make_pack(ids).cu_seqlens.tolist() == [0, 4, 8, 12]
+    packed = pack_tokens(ids, attention_mask=mask, labels=ids * 10)
+    assert packed.ids.tolist() == [0, 1, 2, 6, 7, 8, 9, 10, 11]
+    assert packed.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert packed.targets.tolist() == [10, 20, -100, 70, -100, 90, 100, 110, -100]
+    assert pack_tokens(ids).cu_seqlens.tolist() == [0, 4, 8, 12]
     batch = lw.shard_batch(ids, attention_mask=mask)
-    rows = batch.to_rows(batch.unshard(batch.input_ids), fill=-1)
+    rows = batch.to_rows(batch.pack.unshard(batch.input_ids), fill=-1)
     assert rows.tolist() == [[0, 1, 2, -1], [-1, -1, 6, 7], [8, 9, 10, 11]]
-    single = make_pack(ids[:1], attention_mask=mask[:1])
+    single = pack_tokens(ids[:1], attention_mask=mask[:1])
     assert single.cu_seqlens.tolist() == [0, 3]
 
 
@@ -80,14 +79,6 @@ def test_refusals(arguments: dict, message: str) -> None:
         lw.shard_batch(**{"input_ids": IDS, **arguments})
 
 
-def test_layouts_by_name() -> None:
-    cu = make_pack(IDS, CU).cu_seqlens
-    one = make_pack(IDS).cu_seqlens
-    assert make_layout("auto", one, 2) == lw.Layout.zigzag([0, 10], 2)
-    assert make_layout("auto", cu, 2) == lw.Layout.balanced(lw.Mask.causal(CU), 2)
-    assert make_layout("contiguous", cu, 3) == lw.Layout.contiguous(10, 3)
-
-
 def test_the_fingerprint_sees_everything() -> None:
     base = {"input_ids": IDS, "cu_seqlens": CU, "labels": IDS}
     changes: list[dict] = [
@@ -98,4 +89,4 @@ def test_the_fingerprint_sees_everything() -> None:
         {"loss_weights": torch.ones(10)},
         {"position_ids": torch.arange(10)},
     ]
-    assert len({make_pack(**{**base, **change}).fingerprint() for change in changes}) == len(changes)
+    assert len({pack_tokens(**{**base, **change}).fingerprint() for change in changes}) == len(changes)

@@ -1,0 +1,89 @@
+"""What a layer knows of its batch: the pack that is running, and the batch dimension that models have and packs do not.
+
+    batch.inputs["longweave"] ──▶ model ──▶ layers        by keyword arguments, where the model hands them down
+                                    └─ running pack ──▶   by a context variable, where it drops them
+
+The model's own forward sets the context variable and resets it when it ends; a checkpointed layer sets it again while
+backward computes the layer anew. So it is never left set, and a model that is called without a batch is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longweave.errors import InputError
+from longweave.pack import Pack
+
+KEY = "longweave"
+
+_running: ContextVar[Pack | None] = ContextVar("longweave_pack", default=None)
+
+
+def find_pack(kwargs: Mapping[str, Any]) -> Pack:
+    """The pack of this call: from the call itself, else from the model's forward that is running."""
+    pack = kwargs.get(KEY)
+    if pack is None:
+        pack = _running.get()
+    if pack is None:
+        raise InputError(
+            "this model is parallel but was called without a batch; call model(**batch.inputs) with "
+            "batch = lw.shard_batch(...), or lw.restore(model) first to use it in one process (generate, a KV cache)"
+        )
+    if not isinstance(pack, Pack):
+        raise InputError(f"the argument {KEY!r} is a {type(pack).__name__}; it belongs to lw.shard_batch(...).inputs")
+    return pack
+
+
+@contextmanager
+def running(pack: Pack) -> Iterator[None]:
+    """While a model's forward, or a recomputation of a part of it, runs on this pack."""
+    token = _running.set(pack)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def rerun(pack: Pack, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` with `pack` as the running one: what a checkpointed layer does when backward computes it again."""
+    with running(pack):
+        return fn(*args)
+
+
+# -- the batch dimension -------------------------------------------------------------------------------
+
+# A rank without tokens carries one placeholder token through the model, because most models cannot reshape empty
+# tensors. It is removed in front of every operator across ranks and put back behind it, with the value 0.
+
+
+def model_tokens(pack: Pack) -> int:
+    """How many tokens the model sees on this rank."""
+    return max(pack.tokens, 1)
+
+
+def unbatch(x: Tensor, pack: Pack) -> Tensor:
+    """(1, tokens, …) as a model has it → (tokens, …) as `lw.attention` and its siblings take it."""
+    # A compiled graph must not depend on the number of tokens. There the operators check it.
+    if not torch.compiler.is_compiling() and tuple(x.shape[:2]) != (1, model_tokens(pack)):
+        raise InputError(
+            f"a layer was called with a tensor of shape {tuple(x.shape)}, but this rank's batch has the shape "
+            f"(1, {model_tokens(pack)}, …); call the model with batch.inputs unchanged"
+        )
+    return x[0, :0] if pack.is_empty else x[0]
+
+
+def rebatch(y: Tensor, pack: Pack) -> Tensor:
+    """The way back: (tokens, …) → (1, tokens, …)."""
+    return with_placeholder(y, pack)[None]
+
+
+def with_placeholder(y: Tensor, pack: Pack, value: float = 0) -> Tensor:
+    """(tokens, …) with the placeholder of a rank that has no tokens."""
+    return F.pad(y, (0, 0) * (y.ndim - 1) + (0, 1), value=value) if pack.is_empty else y
