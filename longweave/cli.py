@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longweave.plan import Shape
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Context parallelism for PyTorch.")
 bench = typer.Typer(no_args_is_help=True, help="Measure here: ratios from one run.")
 app.add_typer(bench, name="bench")
@@ -26,9 +28,9 @@ def plan(
     ranks: int = 4,
     layout: str = typer.Option("balanced", help="balanced, zigzag or contiguous."),
     strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
-    heads: int = 32,
-    kv_heads: int = 8,
-    head_dim: int = 128,
+    heads: int = Shape.heads,
+    kv_heads: int = Shape.kv_heads,
+    head_dim: int = Shape.head_dim,
     png: Path = typer.Option(None, help="Also draw who computes which pair."),  # noqa: B008
 ) -> None:
     """Who holds and computes what for a pack of documents, what it sends, and why. Needs no ranks."""
@@ -65,8 +67,8 @@ def train(
     ranks: int = typer.Option(2, help="Local ranks to start; ignored under torchrun."),
     dp: int = typer.Option(1, help="Data-parallel rows; the other ranks divide the sequence."),
     steps: int = 50,
-    tokens: int = typer.Option(2048, help="Tokens in one pack."),
-    accumulate: int = typer.Option(1, help="Packs per step and data-parallel row."),
+    tokens: int = typer.Option(2048, help="Tokens in one batch."),
+    accumulate: int = typer.Option(1, help="Batches per step and data-parallel row."),
     hidden: int = 64,
     layers: int = 4,
     lr: float = 3e-3,
@@ -82,8 +84,8 @@ def train(
 ) -> None:
     """Train a small byte-level model on Python's own sources, with the sequence split across ranks."""
     from longweave.errors import LongweaveError
-    from longweave.tools.train import launch
-    from longweave.tools.train.config import TrainConfig
+    from longweave.tools.train import run
+    from longweave.tools.train.loop import TrainConfig
 
     config = TrainConfig(
         model=model,
@@ -106,13 +108,13 @@ def train(
     )
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     try:
-        history = launch.run_under_torchrun(config) if under_torchrun else launch.run_local(config, ranks)
+        history = run.run_under_torchrun(config) if under_torchrun else run.run_local(config, ranks)
     except LongweaveError as error:
         console.print(f"[red]{error}[/red]")
         raise typer.Exit(2) from error
     if int(os.environ.get("RANK", "0")) == 0:
-        console.print(launch.line(history[-1]) if history else "nothing left to do")
-        launch.plot_losses({f"{model}, seed {seed}": history}, out / "loss.png")
+        console.print(run.line(history[-1]) if history else "nothing left to do")
+        run.plot_losses({f"{model}, seed {seed}": history}, out / "loss.png")
         console.print(f"wrote {out / 'metrics.jsonl'} and {out / 'loss.png'}")
 
 
@@ -176,14 +178,28 @@ def bench_compare(tokens: int = typer.Argument(32768), ranks: int = 4) -> None:
 
 @bench.command("plan")
 def bench_plan() -> None:
-    """How long planning takes on this host."""
+    """How long planning a batch takes on this host."""
     from longweave.tools.bench import plan
 
-    table = Table(title="planning, one thread")
-    for column in ("what", "first ms", "target ms", "again µs"):
+    table = Table(title="planning, one thread; every batch pays")
+    for column in ("what", "ms", "target ms"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for row in plan.run():
-        table.add_row(row.what, f"{row.first_ms:.1f}", f"{row.target_ms:.0f}", f"{row.again_us:.0f}")
+        table.add_row(row.what, f"{row.ms:.1f}", f"{row.target_ms:.0f}")
+    console.print(table)
+
+
+@bench.command("host")
+def bench_host(rounds: int = typer.Option(300, help="Calls of each kind.")) -> None:
+    """Host time of one layer call on tiny tensors, on 2 local ranks."""
+    from longweave.tools.bench import host
+
+    table = Table(title="one layer call on 128 tokens a rank, 2 ranks, one thread each, float32; median")
+    for column in ("what", "documents", "layout", "forward ms", "forward + backward ms"):
+        table.add_column(column, justify="left" if column in ("what", "layout") else "right")
+    for row in host.run(rounds):
+        times = (f"{row.forward:.2f}", f"{row.forward_and_backward:.2f}")
+        table.add_row(row.name, str(row.documents), row.layout, *times)
     console.print(table)
 
 

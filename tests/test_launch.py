@@ -105,7 +105,7 @@ SCRIPT = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from longweave.launch import Ranks
-from test_testing import pid, sleep_on
+from test_launch import pid, sleep_on
 if __name__ == "__main__":
     pool = Ranks(2)
     print(*pool.run(pid), flush=True)

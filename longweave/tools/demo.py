@@ -10,9 +10,9 @@ from pathlib import Path
 
 import longweave as lw
 from longweave.tools.draw import draw_layout, plot_plan
-from longweave.tools.train.config import TrainConfig
-from longweave.tools.train.data import draw_pack
-from longweave.tools.train.launch import plot_losses, run_local
+from longweave.tools.train.loop import TrainConfig
+from longweave.tools.train.run import plot_losses, run_local
+from longweave.tools.train.workload import draw_documents
 
 OUT = Path("out/demo")
 TOLERANCE = 1e-4
@@ -21,12 +21,12 @@ TOLERANCE = 1e-4
 def main(steps: int = 30, tokens: int = 2048) -> None:
     begin = time.perf_counter()
     config = TrainConfig(steps=steps, tokens=tokens, layout="balanced", strategy="groupcast")
-    pack = draw_pack(tokens, config.seed, 0, 0)
-    mask = lw.Mask.causal(pack.cu_seqlens)
+    drawn = draw_documents(tokens, config.seed, 0, 0)
+    mask = lw.Mask.causal(drawn.cu_seqlens)
     layout = lw.Layout.balanced(mask, 2)
     print(f"A byte-level Qwen3.5-style model, packs of {tokens} tokens of Python's standard library.")
-    print(f"The first pack has {len(pack.cu_seqlens) - 1} documents; who holds what:\n")
-    print(draw_layout(layout, pack.cu_seqlens, width=80), "\n")
+    print(f"The first pack has {len(drawn.cu_seqlens) - 1} documents; who holds what:\n")
+    print(draw_layout(layout, drawn.cu_seqlens, width=80), "\n")
     print(lw.make_plan(mask, layout, config.strategy, heads=4, kv_heads=2, head_dim=16, itemsize=4).report(), "\n")
     print("two ranks, the sequence split between them:")
     two = run_local(config, 2, threads=1)

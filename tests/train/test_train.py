@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 import longweave as lw
 from longweave.cli import app
 from longweave.launch import Ranks
-from longweave.tools.train.config import TrainConfig
-from longweave.tools.train.data import documents, draw_pack
-from longweave.tools.train.launch import train_and_show
-from longweave.tools.train.loop import Metrics
+from longweave.tools.train.loop import Metrics, TrainConfig, attention_load
+from longweave.tools.train.run import train_and_show
+from longweave.tools.train.workload import documents, draw_documents
 
 TINY = TrainConfig(hidden=32, layers=4, tokens=256, steps=6, warmup=2)
 
@@ -39,7 +38,7 @@ def test_fifty_steps_give_the_same_losses_at_any_cp_size(ranks: Ranks) -> None:
 
 
 def test_dp_and_accumulation_are_the_same_mean(ranks: Ranks) -> None:
-    """Two packs a step: one after the other, or on two data-parallel rows of two ranks each."""
+    """Two batches a step: one after the other, or on two data-parallel rows of two ranks each."""
     serial = losses(run(ranks, replace(TINY, accumulate=2), 1))
     parallel = losses(run(ranks, replace(TINY, dp=2), 4))
     assert np.abs(serial - parallel).max() < 1e-4
@@ -64,6 +63,47 @@ def test_bf16_and_activation_checkpointing(ranks: Ranks) -> None:
     assert np.abs(recomputed - plain).max() < 1e-5
     rounded = losses(run(ranks, replace(TINY, bf16=True), 2))
     assert 0 < np.abs(rounded - plain).max() < 0.1
+
+
+def train_without_reports(config: TrainConfig) -> list[Metrics]:
+    """A report plans for every rank: too slow for a step."""
+
+    def report(plan: lw.Plan) -> None:
+        raise AssertionError(f"a report of {plan} was made")
+
+    real, lw.Plan.report = lw.Plan.report, report  # type: ignore[method-assign,assignment]
+    try:
+        return train_and_show(config, False)
+    finally:
+        lw.Plan.report = real  # type: ignore[method-assign]
+
+
+def test_no_step_makes_a_report(ranks: Ranks) -> None:
+    config = replace(TINY, model="mistral", steps=2, strategy="groupcast", layout="contiguous")
+    for history in ranks.run(train_without_reports, config, size=3):
+        for m in history:
+            borders = draw_documents(config.tokens, config.seed, m.step, 0).cu_seqlens
+            mask = lw.Mask.sliding_window(borders, 128)
+            report = lw.make_plan(mask, lw.Layout.contiguous(config.tokens, 3), "groupcast").report()
+            assert m.kv_received == sum(rank.tokens_received for rank in report.ranks) > 0
+            assert m.kv_gathered == 2 * config.tokens
+            assert m.imbalance == pytest.approx(report.imbalance)
+            assert m.imbalance > 1.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("groupcast", {}), ("ring", {}), ("ring", {"ulysses_size": 2}), ("allgather", {}), ("ulysses", {})],
+)
+@pytest.mark.parametrize("lengths", [(700, 33, 267), (0,)])
+def test_the_load_of_a_plan_is_that_of_its_report(strategy: str, options: dict, lengths: tuple[int, ...]) -> None:
+    borders = [0, *np.cumsum(lengths).tolist()]
+    layout = lw.Layout.contiguous(borders[-1], 4)
+    plan = lw.make_plan(lw.Mask.causal(borders), layout, strategy, heads=6, kv_heads=2, **options)
+    report, load = plan.report(), attention_load(plan)
+    assert load.received == sum(rank.tokens_received for rank in report.ranks)
+    assert load.gathered * plan.shape.kv_bytes == report.bytes_if_gathered
+    assert load.imbalance == pytest.approx(report.imbalance, rel=1e-3)  # a report counts whole pairs
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen3_moe", "qwen3_next"])
@@ -116,16 +156,16 @@ def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
     assert np.allclose([s["loss"] for s in steps], [s["loss"] for s in one], atol=1e-4)
 
 
-def test_documents_are_heavy_tailed_and_packs_repeatable() -> None:
+def test_documents_are_heavy_tailed_and_drawn_alike() -> None:
     lengths = np.array([len(d) for d in documents()])
     assert len(lengths) > 1000
     assert lengths.max() > 20 * np.median(lengths)
-    a, b = draw_pack(1000, 0, 3, 1), draw_pack(1000, 0, 3, 1)
+    a, b = draw_documents(1000, 0, 3, 1), draw_documents(1000, 0, 3, 1)
     assert np.array_equal(a.input_ids, b.input_ids)
     assert a.cu_seqlens == b.cu_seqlens
     assert a.cu_seqlens[-1] == len(a.input_ids) == 1000
     assert a.targets == 1000 - (len(a.cu_seqlens) - 1)
-    assert not np.array_equal(a.input_ids, draw_pack(1000, 0, 3, 2).input_ids)
+    assert not np.array_equal(a.input_ids, draw_documents(1000, 0, 3, 2).input_ids)
 
 
 @pytest.mark.parametrize(

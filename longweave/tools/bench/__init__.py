@@ -1,1 +1,42 @@
-"""`longweave bench`: what it costs here, as ratios measured in one run."""
+"""`longweave bench`: what it costs here, as ratios measured in one run.
+
+On ranks everybody starts together and the slowest counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def seconds(call: Callable[[], object], rounds: int = 3) -> float:
+    """Best of `rounds`, after one warm-up; on several ranks the time of the slowest."""
+    call()
+    best = float("inf")
+    for _ in range(rounds):
+        together = dist.is_initialized() and dist.get_world_size() > 1
+        if together:
+            dist.barrier()
+        begin = time.perf_counter()
+        call()
+        took = torch.tensor(time.perf_counter() - begin)
+        if together:
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+        best = min(best, float(took))
+    return best
+
+
+def median_seconds(call: Callable[[], object], rounds: int) -> float:
+    """For short calls, one right after the other as in a model: the median of `rounds`, on this rank."""
+    for _ in range(max(3, rounds // 10)):
+        call()
+    took = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - begin)
+    return statistics.median(took)

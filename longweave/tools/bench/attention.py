@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longweave as lw
-from longweave.comm.groups import resolve
 from longweave.kernels.attention import Kernel
-from longweave.kernels.merge import Partial
-from longweave.kernels.tasks import Tasks
-from longweave.plan.cost import areas
-from longweave.softmax.strategies import Call, RingOfHeads
+from longweave.kernels.attention.partial import Partial, Tasks
 from longweave.launch import Ranks
-from longweave.tools.bench.timing import seconds
+from longweave.plan.cost import areas
+from longweave.softmax.ring import RingStrategy
+from longweave.tools.bench import seconds
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 
@@ -60,14 +58,11 @@ def kernel_pass(tokens: int) -> float:
 
 def our_pass(tokens: int, layout: str, strategy: str, options: dict[str, Any]) -> float:
     """On one of the ranks: forward and backward of `lw.attention`."""
-    world = dist.get_world_size()
-    cu = [0, tokens]
-    spans = lw.Layout.zigzag(cu, world) if layout == "zigzag" else lw.Layout.contiguous(tokens, world)
-    plan = lw.make_plan(lw.Mask.causal(cu), spans, strategy)
-    q, k, v, grad = inputs(spans.counts[dist.get_rank()])
+    pack = lw.Pack([0, tokens], layout=layout, strategy=strategy, **options)
+    q, k, v, grad = inputs(pack.tokens)
 
     def call() -> None:
-        out = lw.attention(q, k, v, plan, **options)
+        out = lw.attention(q, k, v, pack)
         torch.autograd.grad(out, (q, k, v), grad)
 
     return seconds(call)
@@ -88,18 +83,15 @@ class TimedKernel(Kernel):
 
 def timeline(tokens: int, layout: str) -> list[tuple[float, float]]:
     """On one of the ranks: when the kernel was busy during one ring forward, in seconds from the common start."""
-    world = dist.get_world_size()
-    cu = [0, tokens]
-    spans = lw.Layout.zigzag(cu, world) if layout == "zigzag" else lw.Layout.contiguous(tokens, world)
-    plan = lw.make_plan(lw.Mask.causal(cu), spans, "ring")
-    strategy = RingOfHeads(Call(plan, resolve(None), HEADS, KV_HEADS, {}))
+    pack = lw.Pack([0, tokens], layout=layout)
+    ring = RingStrategy(lw.make_plan(pack.mask, pack.layout, "ring"), pack.core.shards)
     kernel = TimedKernel("cpu_flash", DIM**-0.5)
-    q, k, v, _ = (x.detach().transpose(0, 1).contiguous() for x in inputs(spans.counts[dist.get_rank()]))
-    strategy.forward(kernel, q, k, v, None)
+    q, k, v, _ = (x.detach().transpose(0, 1).contiguous() for x in inputs(pack.tokens))
+    ring.forward(kernel, q, k, v, None, want_lse=False)
     kernel.busy.clear()
     dist.barrier()
     begin = time.perf_counter()
-    strategy.forward(kernel, q, k, v, None)
+    ring.forward(kernel, q, k, v, None, want_lse=False)
     return [(a - begin, b - begin) for a, b in kernel.busy]
 
 
@@ -119,7 +111,7 @@ def draw_timelines(timelines: dict[str, list[list[tuple[float, float]]]], width:
 
 
 @dataclass(frozen=True)
-class Row:
+class AttentionTime:
     """One line of the table; ratios above 1 are in our favour."""
 
     tokens: int
@@ -130,7 +122,7 @@ class Row:
     against: str
 
 
-def run(tokens: int) -> list[Row]:
+def run(tokens: int) -> list[AttentionTime]:
     """All figures for one document of that many tokens."""
     cu = [0, tokens]
     share = float(areas(lw.Mask.causal(cu), lw.Layout.zigzag(cu, 2)).max())
@@ -139,25 +131,29 @@ def run(tokens: int) -> list[Row]:
         rates = ranks.run(rectangle_rate, size=2)
         ours = ranks.run(our_pass, tokens, "zigzag", "ring", {}, size=2)[0]
         rows.append(
-            Row(tokens, 2, "ring, zigzag", ours, share / min(rates) / ours, "(a) its share at the rectangle rate")
+            AttentionTime(
+                tokens, 2, "ring, zigzag", ours, share / min(rates) / ours, "(a) its share at the rectangle rate"
+            )
         )
         with Ranks(1, threads=2, timeout=600) as single:
             one = single.run(kernel_pass, tokens)[0]
-        rows.append(Row(tokens, 2, "ring, zigzag", ours, one / ours, "(b) one process, two threads"))
+        rows.append(AttentionTime(tokens, 2, "ring, zigzag", ours, one / ours, "(b) one process, two threads"))
         uneven = ranks.run(our_pass, tokens, "contiguous", "ring", {}, size=2)[0]
-        rows.append(Row(tokens, 2, "ring, zigzag", ours, uneven / ours, "(c) ring, contiguous"))
+        rows.append(AttentionTime(tokens, 2, "ring, zigzag", ours, uneven / ours, "(c) ring, contiguous"))
         zigzag = ranks.run(our_pass, tokens, "zigzag", "ring", {}, size=4)[0]
         contiguous = ranks.run(our_pass, tokens, "contiguous", "ring", {}, size=4)[0]
-        rows.append(Row(tokens, 4, "ring, zigzag", zigzag, contiguous / zigzag, "(c) ring, contiguous"))
+        rows.append(AttentionTime(tokens, 4, "ring, zigzag", zigzag, contiguous / zigzag, "(c) ring, contiguous"))
         plain = {"heads_k_stride": 2, "bwd_head_first_stride": 2, "bwd_head_last_stride": 2}
         cut = {"heads_k_stride": 2, "bwd_head_first_stride": 1, "bwd_head_last_stride": 1}
         without = ranks.run(our_pass, tokens, "zigzag", "allgather", plain, size=2)[0]
         with_cuts = ranks.run(our_pass, tokens, "zigzag", "allgather", cut, size=2)[0]
         rows.append(
-            Row(tokens, 2, "allgather, first/last 1 of 2", with_cuts, without / with_cuts, "(d) first/last whole")
+            AttentionTime(
+                tokens, 2, "allgather, first/last 1 of 2", with_cuts, without / with_cuts, "(d) first/last whole"
+            )
         )
         ulysses = ranks.run(our_pass, tokens, "zigzag", "ulysses", {}, size=2)[0]
-        rows.append(Row(tokens, 2, "ulysses", ulysses, one / ulysses, "one process, two threads"))
+        rows.append(AttentionTime(tokens, 2, "ulysses", ulysses, one / ulysses, "one process, two threads"))
     return rows
 
 

@@ -10,22 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import longweave as lw
-from longweave.kernels.delta_rule import GatedDeltaRule
-from longweave.kernels.delta_rule import gated_delta_rule as on_one_rank
-from longweave.linear.choice import METHODS
-from longweave.linear.mixers import method_of
+from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
+from longweave.kernels.recurrence.delta_rule import gated_delta_rule as on_one_rank
 from longweave.launch import Ranks
-from longweave.tools.bench.timing import seconds
+from longweave.linear.methods import Sizes, choose
+from longweave.pack import METHODS
+from longweave.tools.bench import seconds
 
 HEADS, DIM = 4, 128
 
 
 @dataclass(frozen=True)
-class Row:
+class LinearTime:
     """One line of the table."""
 
     what: str
@@ -36,7 +35,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class MethodRow:
+class MethodTime:
     """One method on one length: time of forward and backward, bytes that the busiest rank sends in them."""
 
     tokens: int
@@ -87,55 +86,52 @@ def local_pass(name: str, tokens: int, backward: bool, rounds: int = 3) -> float
 
 def rank_pass(tokens: int, method: str, rounds: int = 3) -> tuple[float, int]:
     """On one of the ranks: seconds and bytes of forward and backward over one document in zigzag."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cu = [0, tokens]
-    layout = lw.Layout.zigzag(cu, world)
-    mine = torch.from_numpy(layout.indices(rank))
-    given = [x[mine].clone() for x in inputs(tokens)]
+    pack = lw.Pack([0, tokens], layout="zigzag")
+    given = [pack.shard(x) for x in inputs(tokens)]
 
     def mix(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        return lw.gated_delta_rule(q, k, v, g, beta, layout, cu, method=method)
+        return lw.gated_delta_rule(q, k, v, g, beta, pack, method=method)
 
-    sent = method_of(layout, cu, GatedDeltaRule(1.0), given).bytes_sent[method]
+    sent = choose(pack.core, Sizes.of(GatedDeltaRule(1.0), given)).bytes_sent[method]
     return seconds(_pass(mix, given, backward=True), rounds), sent
 
 
-def against_hugging_face() -> list[Row]:
+def against_hugging_face() -> list[LinearTime]:
     rows = []
     with Ranks(1, threads=1, timeout=1200) as single:
         for what, backward, goal in (("forward", False, "≥ 3"), ("forward + backward", True, "≥ 2.5")):
             theirs = single.run(local_pass, "hugging face", 4096, backward)[0]
             took = single.run(local_pass, "ours", 4096, backward)[0]
-            rows.append(Row(f"{what}, 4096 tokens", "Hugging Face's torch form", took, theirs / took, goal))
+            rows.append(LinearTime(f"{what}, 4096 tokens", "Hugging Face's torch form", took, theirs / took, goal))
     return rows
 
 
-def growth() -> Row:
+def growth() -> LinearTime:
     with Ranks(1, threads=1, timeout=1200) as single:
         short = single.run(local_pass, "ours", 4096, True)[0]
         long = single.run(local_pass, "ours", 65536, True)[0]
-    return Row("forward + backward, 65536 tokens", "4096 tokens (times as long)", long, long / short, "≤ 18")
+    return LinearTime("forward + backward, 65536 tokens", "4096 tokens (times as long)", long, long / short, "≤ 18")
 
 
-def two_ranks(tokens: int = 32768) -> Row:
+def two_ranks(tokens: int = 32768) -> LinearTime:
     with Ranks(1, threads=2, timeout=1200) as single:
         one = single.run(local_pass, "ours", tokens, True)[0]
     with Ranks(2, timeout=1200) as ranks:
         took = ranks.run(rank_pass, tokens, "affine")[0][0]
-    return Row(f"2 ranks, {tokens} tokens, zigzag", "one process, two threads", took, one / took, "≥ 0.85")
+    return LinearTime(f"2 ranks, {tokens} tokens, zigzag", "one process, two threads", took, one / took, "≥ 0.85")
 
 
-def methods(lengths: list[int]) -> list[MethodRow]:
+def methods(lengths: list[int]) -> list[MethodTime]:
     rows = []
     with Ranks(2, timeout=1200) as ranks:
         for tokens in lengths:
             for method in METHODS:
                 took, sent = ranks.run(rank_pass, tokens, method, 1)[0]
-                rows.append(MethodRow(tokens, method, took, sent))
+                rows.append(MethodTime(tokens, method, took, sent))
     return rows
 
 
-def plot(rows: list[MethodRow], path: Path) -> None:
+def plot(rows: list[MethodTime], path: Path) -> None:
     """Time and bytes of each method over the length."""
     import matplotlib.pyplot as plt
 

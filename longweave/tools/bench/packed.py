@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import longweave as lw
 from longweave.kernels.attention import attend, attend_backward
-from longweave.kernels.tasks import Tasks
-from longweave.plan.cost import cost
-from longweave.plan.estimate import CPU
+from longweave.kernels.attention.partial import QuerySide, Tasks
 from longweave.launch import Ranks
-from longweave.tools.bench.attention import DIM, HEADS, KV_HEADS, inputs
-from longweave.tools.bench.timing import seconds
+from longweave.plan import CPU
+from longweave.plan.cost import cost
+from longweave.tools.bench import seconds
+from longweave.tools.bench.attention import DIM, KV_HEADS, inputs
 
 
 def documents(kind: str, total: int, seed: int = 0) -> list[int]:
@@ -33,29 +32,32 @@ def documents(kind: str, total: int, seed: int = 0) -> list[int]:
     return [0, *np.cumsum(rng.permutation(lengths)).tolist()]
 
 
+def balanced(mask: lw.Mask, world: int) -> lw.Layout:
+    """What a pack on local ranks takes."""
+    return lw.Layout.balanced(mask, world, machine=CPU)
+
+
 def our_pass(cu: list[int], strategy: str) -> float:
     """On one of the ranks: forward and backward."""
-    mask = lw.Mask.causal(cu)
-    layout = lw.Layout.balanced(mask, dist.get_world_size())
-    plan = lw.make_plan(mask, layout, strategy, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, itemsize=4, machine=CPU)
-    q, k, v, grad = inputs(layout.counts[dist.get_rank()])
+    pack = lw.Pack(cu, layout="balanced", strategy=strategy)
+    q, k, v, grad = inputs(pack.tokens)
 
     def call() -> None:
-        out = lw.attention(q, k, v, plan)
+        out = lw.attention(q, k, v, pack)
         torch.autograd.grad(out, (q, k, v), grad)
 
     return seconds(call)
 
 
 def one_process(cu: list[int], kernel: str) -> float:
-    """One process on the whole pack: our kernel door, or PyTorch's SDPA document by document."""
+    """One process on the whole pack: our kernels, or PyTorch's SDPA document by document."""
     q, k, v, grad = inputs(cu[-1])
     tasks = Tasks(lw.Mask.causal(cu).rows)
     q_h, k_h, v_h, grad_h = (x.detach().transpose(0, 1).contiguous() for x in (q, k, v, grad))
 
     def ours() -> None:
         out, lse = attend(q_h, k_h, v_h, tasks)
-        attend_backward(grad_h, q_h, k_h, v_h, out, lse, tasks)
+        attend_backward(QuerySide(grad_h, q_h, out, lse), k_h, v_h, tasks)
 
     def document(a: int, b: int) -> torch.Tensor:
         q_d, k_d, v_d = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
@@ -71,23 +73,20 @@ def one_process(cu: list[int], kernel: str) -> float:
 
 def footprint(cu: list[int], strategy: str, layout: str) -> tuple[int, int]:
     """On one of the ranks: bytes that autograd keeps for one call, and the peak of memory that the call takes."""
-    mask = lw.Mask.causal(cu)
-    world = dist.get_world_size()
-    spans = lw.Layout.balanced(mask, world) if layout == "balanced" else lw.Layout.zigzag(cu, world)
-    plan = lw.make_plan(mask, spans, strategy)
-    q, k, v, _ = inputs(spans.counts[dist.get_rank()])
-    lw.attention(q, k, v, plan)  # caches are filled
+    pack = lw.Pack(cu, layout=layout, strategy=strategy)
+    q, k, v, _ = inputs(pack.tokens)
+    lw.attention(q, k, v, pack)  # the pack now holds what it derives
     kept: dict[int, int] = {}
 
-    def pack(x: torch.Tensor) -> torch.Tensor:
+    def note(x: torch.Tensor) -> torch.Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda x: x),
     ):
-        lw.attention(q, k, v, plan)
+        lw.attention(q, k, v, pack)
     return sum(kept.values()), _peak(profile)
 
 
@@ -102,7 +101,7 @@ def _peak(profile: torch.profiler.profile) -> int:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Footprint:
     """One way to do it, on the worst rank."""
 
     strategy: str
@@ -113,17 +112,17 @@ class Comparison:
     mb_peak: float
 
 
-def compare(cu: list[int], world: int = 4) -> list[Comparison]:
+def compare(cu: list[int], world: int = 4) -> list[Footprint]:
     """All-gather, ring and group-cast side by side: traffic, balance, memory of one forward."""
     rows = []
     mask = lw.Mask.causal(cu)
     with Ranks(world) as ranks:
         for strategy, layout in (("allgather", "zigzag"), ("ring", "zigzag"), ("groupcast", "balanced")):
-            spans = lw.Layout.balanced(mask, world) if layout == "balanced" else lw.Layout.zigzag(cu, world)
+            spans = balanced(mask, world) if layout == "balanced" else lw.Layout.zigzag(cu, world)
             report = lw.make_plan(mask, spans, strategy).report()
             found = ranks.run(footprint, cu, strategy, layout)
             rows.append(
-                Comparison(
+                Footprint(
                     strategy,
                     layout,
                     max(rank.tokens_received for rank in report.ranks),
@@ -136,7 +135,7 @@ def compare(cu: list[int], world: int = 4) -> list[Comparison]:
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedTimes:
     """Times in seconds; MB are K/V that all ranks together receive in one forward."""
 
     kind: str
@@ -150,7 +149,7 @@ class Row:
     mb_allgather: float
 
 
-def run(tokens: int, kind: str) -> list[Row]:
+def run(tokens: int, kind: str) -> list[PackedTimes]:
     cu = documents(kind, tokens)
     rows = []
     with Ranks(1, threads=2, timeout=600) as single:
@@ -160,9 +159,9 @@ def run(tokens: int, kind: str) -> list[Row]:
     with Ranks(4, timeout=600) as ranks:
         for world in (2, 4):
             times = {name: ranks.run(our_pass, cu, name, size=world)[0] for name in ("groupcast", "allgather", "ring")}
-            received = int(cost(mask, lw.Layout.balanced(mask, world)).received.sum())
+            received = int(cost(mask, balanced(mask, world)).received.sum())
             rows.append(
-                Row(
+                PackedTimes(
                     kind,
                     tokens,
                     world,

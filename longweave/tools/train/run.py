@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from longweave.launch import Ranks
-from longweave.tools.train.config import TrainConfig
-from longweave.tools.train.loop import Metrics, train
+from longweave.tools.train.loop import Metrics, TrainConfig, train
 
 
 def run_local(

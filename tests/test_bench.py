@@ -1,0 +1,90 @@
+"""The benchmarks run, on lengths that say nothing."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import longweave as lw
+from longweave.launch import Ranks
+from longweave.plan import CPU
+from longweave.plan.tasks import GroupCast
+from longweave.tools.bench import attention, host, linear, packed, plan
+
+
+def test_attention(ranks: Ranks) -> None:
+    for layout, strategy, options in (
+        ("zigzag", "ring", {}),
+        ("contiguous", "ring", {}),
+        ("zigzag", "allgather", {"heads_k_stride": 2, "bwd_head_first_stride": 1, "bwd_head_last_stride": 1}),
+        ("zigzag", "ulysses", {}),
+    ):
+        times = ranks.run(attention.our_pass, 128, layout, strategy, options, size=2)
+        assert times[0] == times[1] > 0, "the time of the slowest"
+    assert attention.rectangle_rate(64, 64) > 1e4
+    assert attention.kernel_pass(128) > 0
+
+
+def test_timelines_show_who_waits(ranks: Ranks) -> None:
+    """With a contiguous layout rank 0 has one step of work and rank 2 has three; zigzag gives all of them three."""
+    found = {name: ranks.run(attention.timeline, 1536, name, size=3) for name in ("contiguous", "zigzag")}
+    assert [len(busy) for busy in found["contiguous"]] == [1, 2, 3]
+    assert [len(busy) for busy in found["zigzag"]] == [3, 3, 3]
+    lines = attention.draw_timelines(found, width=20).splitlines()
+    assert len(lines) == 8
+    assert [len(line) for line in lines[1:4]] == [24] * 3
+
+
+def test_packed(ranks: Ranks) -> None:
+    borders = packed.documents("giant", 512)
+    assert borders[-1] == 512
+    assert max(b - a for a, b in pairwise(borders)) == 256
+    for strategy in ("groupcast", "allgather", "ring"):
+        assert ranks.run(packed.our_pass, borders, strategy, size=2)[0] > 0
+    assert packed.one_process(borders, "ours") > 0
+    assert packed.one_process(borders, "sdpa") > 0
+
+
+def test_the_footprint_is_that_of_the_tensors(ranks: Ranks) -> None:
+    borders = [0, 256]
+    for kept, peak in ranks.run(packed.footprint, borders, "ring", "zigzag", size=2):
+        # q, out: 8 heads; k, v: 2; 128 tokens of 64 floats. And the log-sum-exp, a float for each head of q.
+        tensors = 128 * (8 + 8 + 2 + 2) * 64 * 4 + 128 * 8 * 4
+        assert tensors <= kept <= 1.1 * tensors
+        assert peak > 128 * 8 * 64 * 4, "at least the output"
+
+
+def test_linear(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = linear.methods([128, 256])
+    assert [(row.tokens, row.method) for row in rows] == [
+        (tokens, method) for tokens in (128, 256) for method in ("affine", "reshard", "gather")
+    ]
+    sent = {(row.tokens, row.method): row.bytes_sent for row in rows}
+    assert sent[128, "affine"] == sent[256, "affine"]
+    assert sent[256, "gather"] == 2 * sent[128, "gather"]
+    linear.plot(rows, tmp_path / "made" / "plot.png")
+    assert (tmp_path / "made" / "plot.png").stat().st_size > 1000
+    assert linear.local_pass("ours", 64, backward=True, rounds=1) > 0
+
+
+def test_plan() -> None:
+    rows = plan.run()
+    assert len({row.what for row in rows}) == len(rows) == 5
+    assert all(0.1 < row.ms < 60_000 for row in rows), "milliseconds"
+
+
+@pytest.mark.parametrize("name", host.CASES)
+def test_host(ranks: Ranks, name: str) -> None:
+    for forward, both in ranks.run(host.layer_times, name, 5, size=2):
+        assert 0 < forward < both
+
+
+def test_the_documents_of_bench_host_are_shared_by_its_ranks() -> None:
+    """Otherwise a layer call sends nothing, and there is nothing to measure."""
+    borders, layout = host.CASES["groupcast"]
+    assert layout == "balanced"
+    mask = lw.Mask.causal(borders)
+    spans = lw.Layout.balanced(mask, 2, machine=CPU)
+    assert max(spans.counts) - min(spans.counts) <= 8
+    assert all(len(GroupCast(mask, spans, 1).of(rank).stages) == 1 for rank in range(2))
