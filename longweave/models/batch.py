@@ -14,11 +14,12 @@ from torch import Tensor
 from longweave.comm.agreement import Fact
 from longweave.comm.exchange import all_reduce_sum
 from longweave.comm.groups import Comm, Group
+from longweave.core import PackCore, agreed_core
 from longweave.errors import InputError
 from longweave.models.loss import GatherSame, chunked_sum, nll, weighted_sum
 from longweave.models.packing import PackedTokens, pack_tokens, unshift
 from longweave.models.running import KEY, model_tokens, with_placeholder
-from longweave.pack import Pack, PackCore, agreed_core
+from longweave.pack import Pack
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.schedule import OPTIONS

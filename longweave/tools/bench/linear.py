@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import longweave as lw
+from longweave.core import METHODS
 from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.kernels.recurrence.delta_rule import gated_delta_rule as on_one_rank
 from longweave.launch import Ranks
 from longweave.linear.methods import Sizes, choose
-from longweave.pack import METHODS
 from longweave.tools.bench import seconds
 
 HEADS, DIM = 4, 128
