@@ -201,10 +201,10 @@ def _refusal(unknown: dict[type[nn.Module], str]) -> str:
         lines.append(f"longweave.models.register({shown}, ROLE)")
     return "\n".join(
         [
-            f"{len(unknown)} of the model's classes have no role:",
+            "the model has classes without a role:",
             *(f"    {place}" for place in places),
             "A module that mixes tokens would see only those of its own rank. Say what each class does:",
-            *(f"    {role:<12}{meaning}" for role, meaning in meanings),
+            *(f"    {role:<13}{meaning}" for role, meaning in meanings),
             "These lines, with a role in the place of each ROLE (see longweave.models.register):",
             *(f"    {line}" for line in [*imports, *lines]),
         ]

@@ -1,5 +1,6 @@
 """Losses, log-probabilities and gradients over ranks, without any model library."""
 
+import multiprocessing
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from families import CU, VOCAB, data
 from reference import worst
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import longweave as lw
 from longweave.launch import Ranks
@@ -171,10 +173,172 @@ def differing_batches() -> None:
         batch.chunked_loss(right, torch.zeros(4, 5))
     with pytest.raises(lw.InputError, match="rows"):
         batch.to_rows(right)
+    for wrong in (right, right[None, None], torch.zeros(2, len(right), VOCAB), torch.zeros(1, 90, VOCAB)):
+        with pytest.raises(lw.InputError, match=r"batch\.pack\.unshard\(x, dim\)"):
+            batch.unshard(wrong)
 
 
 def test_bad_batches_are_refused_on_every_rank(ranks: Ranks) -> None:
     ranks.run(differing_batches, size=3)
+
+
+def one_rank_is_wrong() -> None:
+    """Whatever one rank raises, all raise, and the next batch works."""
+    full, rank = data(), dist.get_rank()
+    last = rank == dist.get_world_size() - 1
+    meta = torch.empty(CU[-1], dtype=torch.long, device="meta")
+    cases: list[tuple[dict, str]] = [
+        ({"loss_weight": full.weights}, r"no argument 'loss_weight'; did you mean loss_weights\?"),
+        ({"heads": 3}, "no argument 'heads'; options of attention are stages"),
+        ({"strategy": "ring", "stages": 2}, "stages goes with groupcast"),
+        ({"ignore_index": None}, "ignore_index is None"),
+        ({"input_ids": meta}, "meta device"),
+        ({"input_ids": None}, "neither of input_ids and inputs_embeds"),
+        ({"method": "magic"}, "method is 'magic'"),
+        ({"loss_weights": ExplodingTensor(full.weights)}, "boom"),
+    ]
+    for change, message in cases:
+        arguments = {"input_ids": full.ids, "cu_seqlens": CU, **(change if last else {})}
+        with pytest.raises(Exception, match=message if last else "of the group refused") as caught:
+            lw.shard_batch(**arguments)
+        assert isinstance(caught.value, lw.LongweaveError) or message == "boom"
+    assert lw.shard_batch(full.ids, CU).pack.layout.total == CU[-1]
+
+
+class ExplodingTensor(Tensor):
+    """Raises something that nobody expects."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("boom")
+
+
+def test_whatever_one_rank_raises_all_raise(ranks: Ranks) -> None:
+    ranks.run(one_rank_is_wrong, size=3)
+
+
+def test_weights_of_any_dtype() -> None:
+    full = data()
+    batch = lw.shard_batch(full.ids, CU, loss_weights=full.weights.bfloat16())
+    assert batch.weights is not None
+    assert batch.weights.dtype == torch.bfloat16
+
+
+# -- embeddings ----------------------------------------------------------------------------------------
+
+
+def embeddings(form: str, frozen: bool) -> None:
+    """A model whose first layer is outside: gradients reach the full table, summed over ranks."""
+    full, rank = data(), dist.get_rank()
+    g = torch.Generator().manual_seed(4)
+    table = torch.randn(VOCAB, FEATURES, generator=g, dtype=torch.float64).requires_grad_()
+    head = torch.randn(VOCAB, FEATURES, generator=g, dtype=torch.float64, requires_grad=not frozen)
+    logits = table[full.ids] @ head.T
+    targets = torch.full_like(full.labels, -100)
+    for a, b in pairwise(CU):
+        targets[a : b - 1] = full.labels[a + 1 : b]
+    want_loss = F.cross_entropy(logits, targets)
+    (want,) = torch.autograd.grad(want_loss, [table])
+    embeds = table[full.ids]
+    if form == "rows":
+        longest = max(b - a for a, b in pairwise(CU))
+        places = torch.cat([torch.arange(b - a) + row * longest for row, (a, b) in enumerate(pairwise(CU))])
+        shape = (len(CU) - 1, longest)
+
+        def rows(x: Tensor) -> Tensor:
+            flat = x.new_zeros((shape[0] * shape[1], *x.shape[1:])).index_copy(0, places, x)
+            return flat.view(*shape, *x.shape[1:])
+
+        given = {"attention_mask": rows(torch.ones(CU[-1])), "labels": rows(full.labels)}
+        batch = lw.shard_batch(inputs_embeds=rows(embeds), **given)
+    else:
+        batch = lw.shard_batch(
+            None, CU, labels=full.labels, inputs_embeds=embeds[None] if form == "one row" else embeds
+        )
+    assert "input_ids" not in batch.inputs
+    assert batch.input_ids is None
+    shown = batch.inputs["inputs_embeds"]
+    assert shown.shape == (1, max(batch.pack.tokens, 1), FEATURES)
+    assert batch.unshard(shown).equal(embeds[None])
+    loss = batch.loss(shown @ head.T)
+    loss.backward()
+    lw.reduce_gradients([table])
+    assert worst(batch.reduce_loss(loss), want_loss) < 1e-12
+    assert worst(table.grad, want) < 1e-12
+    with pytest.raises(lw.GroupError, match="another batch"):
+        lw.shard_batch(None, CU, inputs_embeds=embeds.float() if rank else embeds)
+    noise = embeds.detach() * (1 + rank * 1e-12)  # sums may differ in their last bits
+    lw.shard_batch(None, CU, inputs_embeds=noise)
+
+
+@pytest.mark.parametrize(("form", "frozen"), [("flat", False), ("one row", True), ("rows", False)])
+def test_embeddings_in_the_place_of_ids(ranks: Ranks, form: str, frozen: bool) -> None:
+    ranks.run(embeddings, form, frozen, size=3)
+
+
+def few_embeddings() -> None:
+    """A rank without tokens takes part in backward though nothing but the embeddings needs a gradient."""
+    embeds = torch.ones(2, 1, 3).view(1, 2, 3).requires_grad_()
+    batch = lw.shard_batch(inputs_embeds=embeds, labels=[1, 2])
+    shown = batch.inputs["inputs_embeds"]
+    assert shown.shape == (1, 1, 3)
+    assert shown.requires_grad
+    batch.loss(shown).backward()
+    assert embeds.grad is not None
+
+
+def test_fewer_embeddings_than_ranks(ranks: Ranks) -> None:
+    ranks.run(few_embeddings, size=3)
+
+
+def test_embeddings_without_labels_have_no_loss() -> None:
+    embeds = torch.ones(5, 3)
+    batch = lw.shard_batch(inputs_embeds=embeds)
+    assert batch.num_valid == 0
+    assert "labels" not in batch.inputs
+    for call in (batch.loss, batch.logprobs, batch.local_logprobs):
+        with pytest.raises(lw.InputError, match="inputs_embeds without labels"):
+            call(embeds)
+    with pytest.raises(lw.InputError, match="inputs_embeds without labels"):
+        batch.chunked_loss(embeds, torch.ones(7, 3))
+    assert lw.shard_batch(inputs_embeds=embeds, labels=[-100] * 5).loss(embeds) == 0  # given, and none of them counts
+    for wrong, message in (
+        ({"inputs_embeds": embeds, "input_ids": torch.arange(5)}, "both of input_ids and inputs_embeds"),
+        ({"inputs_embeds": embeds.long()}, "give a floating dtype"),
+        ({"inputs_embeds": embeds[0]}, r"inputs_embeds has the shape \(3,\)"),
+        ({"inputs_embeds": embeds, "labels": [1, 2]}, r"labels has the shape \(2,\) for inputs_embeds of \(5,\)"),
+    ):
+        with pytest.raises(lw.InputError, match=message):
+            lw.shard_batch(**wrong)
+
+
+# -- data loaders --------------------------------------------------------------------------------------
+
+
+class Sharding(torch.utils.data.Dataset):
+    """Shards where it must not: in a worker."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> Tensor:
+        return lw.shard_batch(data().ids, CU).input_ids
+
+
+def load() -> None:
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", False)  # else a rank may have no children
+    loader = torch.utils.data.DataLoader(Sharding(), num_workers=1, multiprocessing_context="fork", timeout=30)
+    with pytest.raises(lw.InputError, match=r"inside a DataLoader worker.*lw\.shard_batch .*on what the loader yields"):
+        next(iter(loader))
+    monkeypatch.undo()
+
+
+def test_a_loader_worker_is_told_where_to_shard(ranks: Ranks) -> None:
+    ranks.run(load, size=2)
+
+
+# -- gradients -----------------------------------------------------------------------------------------
 
 
 def some_gradients() -> None:
@@ -196,8 +360,10 @@ def some_gradients() -> None:
     small.grad = torch.full((3,), [256.0, 1.0, 1.0][rank], dtype=torch.bfloat16)
     lw.reduce_gradients([small])
     assert small.grad.tolist() == [258.0] * 3  # 256 + 1 in bfloat16 is 256
-    with pytest.raises(lw.GroupError, match="other parameters"):
+    with pytest.raises(lw.GroupError, match="rank 1 of the group holds other parameters"):
         lw.reduce_gradients([nn.Parameter(torch.ones(2 + (rank == 1)))])
+    with pytest.raises(lw.GroupError, match="rank 1 of the group holds other parameters"):
+        lw.reduce_gradients([nn.Parameter(torch.ones(2, dtype=torch.float64 if rank == 1 else torch.float32))])
     mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))
     assert lw.loss_scale(mesh) == lw.loss_scale(mesh["cp"]) == lw.loss_scale() == 3
     assert lw.loss_scale(mesh["dp"]) == 1
@@ -206,3 +372,37 @@ def some_gradients() -> None:
 
 def test_reduce_gradients(ranks: Ranks) -> None:
     ranks.run(some_gradients, size=3)
+
+
+def tensor_parallel() -> None:
+    """tp × cp: the other cp ranks hold the same shards, so that shards are summed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    cp = mesh["cp"].get_local_rank()
+    weight = torch.arange(12.0).view(4, 3)
+    parameters = []
+    for placement in (Shard(0), Replicate()):
+        p = nn.Parameter(distribute_tensor(weight, mesh["tp"], [placement]))
+        p.grad = distribute_tensor(weight * (1 + 10 * cp), mesh["tp"], [placement])
+        parameters.append(p)
+    partial = nn.Parameter(distribute_tensor(weight, mesh["tp"], [Replicate()]))
+    share = weight * (1 + 10 * cp) * (0.25, 0.75)[mesh["tp"].get_local_rank()]
+    partial.grad = DTensor.from_local(share, mesh["tp"], [Partial()])
+    missing = nn.Parameter(distribute_tensor(weight, mesh["tp"], [Shard(1)]))
+    if cp:
+        missing.grad = distribute_tensor(weight * 12, mesh["tp"], [Shard(1)])
+    plain = nn.Parameter(weight.clone())
+    plain.grad = weight * (1 + 10 * cp)
+    lw.reduce_gradients([*parameters, partial, missing, plain], mesh["cp"])
+    for p in (*parameters, partial, missing):
+        assert p.grad.full_tensor().equal(weight * 12)
+        assert p.grad.placements == p.placements
+    assert plain.grad.equal(weight * 12)
+    with pytest.raises(lw.InputError, match="FSDP reduces"):
+        lw.reduce_gradients(parameters, mesh["tp"])
+    whole = nn.Parameter(distribute_tensor(weight, mesh, [Replicate(), Replicate()]))
+    with pytest.raises(lw.InputError, match="FSDP reduces"):
+        lw.reduce_gradients([whole], mesh["cp"])
+
+
+def test_gradients_of_tensor_parallel_models(ranks: Ranks) -> None:
+    ranks.run(tensor_parallel, size=4)

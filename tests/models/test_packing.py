@@ -22,7 +22,18 @@ def test_targets_move_forward_and_never_across_documents() -> None:
     weights = pack_tokens(IDS, CU, loss_weights=torch.arange(10.0)).weights
     assert weights is not None
     assert weights.tolist() == [1, 2, 3, 0, 0, 6, 7, 8, 9, 0]
-    assert unshift(shift(IDS, packed.cu_seqlens, 0), packed.cu_seqlens).tolist() == [0, 11, 12, 13, 0, 0, 16, 17, 18, 19]
+    assert unshift(shift(IDS, packed.cu_seqlens, 0), packed.cu_seqlens).tolist() == [
+        0,
+        11,
+        12,
+        13,
+        0,
+        0,
+        16,
+        17,
+        18,
+        19,
+    ]
 
 
 def test_forms_of_documents() -> None:
