@@ -16,7 +16,7 @@ import longweave as lw
 from longweave.launch import Ranks
 from longweave.tools.bench import attention, linear, median_seconds
 
-ONE, FEW = [0, 256], [0, 170, 210, 256]  # borders of one document, and of a few with one that two ranks must share
+ONE, FEW = [0, 256], [0, 150, 180, 256]  # borders of one document, and of a few with one that two ranks must share
 
 CASES: dict[str, tuple[list[int], str]] = {
     "ring": (ONE, "zigzag"),
