@@ -32,8 +32,8 @@ class Comm:
 
     @property
     def is_cpu_only(self) -> bool:
-        """Can this group carry nothing but CPU tensors?"""
-        return self._device_types == {"cpu"}
+        """Can this group carry nothing but CPU tensors? gloo names CUDA also where there is no device."""
+        return self._device_types == {"cpu"} or not torch.accelerator.is_available()
 
     @cached_property
     def _device_types(self) -> set[str]:
