@@ -32,7 +32,7 @@ from longweave.plan.fragments import Fragments, fragments
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints, as_cu_seqlens
-from longweave.plan.schedule import Plan, Report, check_options, make_plan
+from longweave.plan.schedule import OPTIONS, Plan, Report, check_options, make_plan
 from longweave.tokens import Shards, check_size, check_tokens, describe
 
 LAYOUTS = ("auto", "zigzag", "contiguous", "balanced")
@@ -77,8 +77,6 @@ class PackCore:
         self._calls: dict[Kind, tuple[str, int]] = {}
         self._ledger = ledger_of(comm)
         self._is_first = self._ledger.packs == 0
-
-    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> int:
@@ -147,8 +145,6 @@ class PackCore:
             raise InputError(f"mask is {mask!r}; choose one of {', '.join(MASKS)}, or give a Mask")
         return found if window is None else found.windowed(window)
 
-    # -- what is derived from it -------------------------------------------------------------------
-
     def once(self, make: Callable[..., T], *args: object) -> T:
         """`make(core, *args)`, called once and kept as long as the pack."""
         key = (make, *args)
@@ -161,20 +157,21 @@ class PackCore:
     ) -> Plan:
         """The plan of a call: its own mask, window, strategy and options, and for the rest those of the pack."""
         seen = self.mask if mask is None else self._mask_of(mask, None)
+        named = self.strategy if strategy == "auto" else strategy
+        # The pack's options are for strategies that have them; what a call gives it must be able to take.
+        own = {name: self.options[name] for name in self.options if named == "auto" or name in OPTIONS.get(named, ())}
         return make_plan(
             seen if window is None else seen.windowed(window),
             self.layout,
-            self.strategy if strategy == "auto" else strategy,
+            named,
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             v_dim=shape.v_dim,
             itemsize=shape.itemsize,
             machine=self.machine,
-            **{**self.options, **options},
+            **{**own, **options},
         )
-
-    # -- calls -------------------------------------------------------------------------------------
 
     def enter(self, kind: Kind, check: Callable[[], object]) -> None:
         """Before a call sends anything. `kind` is what must be alike on all ranks: operator, dtypes, shapes, options.

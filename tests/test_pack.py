@@ -148,6 +148,9 @@ def options_of_others() -> None:
     named = lw.Pack(cu, layout="contiguous", strategy="groupcast", stages=3)
     with pytest.raises(lw.InputError, match="ulysses_size goes with ring and ulysses; strategy groupcast takes"):
         lw.attention(x, x, x, named, ulysses_size=2)
+    lw.attention(x, x, x, named, strategy="allgather")  # the pack's stages are not the call's
+    with pytest.raises(lw.InputError, match="stages goes with groupcast; strategy allgather takes"):
+        lw.attention(x, x, x, named, strategy="allgather", stages=3)
 
 
 def test_a_named_strategy_refuses_options_of_others_and_auto_does_not(ranks: Ranks) -> None:
