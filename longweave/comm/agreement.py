@@ -128,7 +128,9 @@ class Ledger:
         self.calls: Counter[str] = Counter()
 
     def note(self, description: str, mark: int) -> None:
-        """One more call; `mark` is the digest of its description."""
+        """One more call; `mark` is the digest of its description. Calls inside `unchecked()` are compared never."""
+        if not _checking.get():
+            return
         self.running = (self.running * 1_000_003 + mark) & 0x7FFF_FFFF_FFFF_FFFF
         self.calls[description] += 1
 

@@ -92,23 +92,16 @@ def attention(
     """
     if not isinstance(pack, Pack):
         raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        raise InputError("q, k and v must be tensors of shape (tokens, heads, dim)")
-    if sinks is not None and not isinstance(sinks, Tensor):
-        raise InputError(f"sinks is a {type(sinks).__name__}; give a tensor with one logit per query head")
-    for name, text in (("backend", backend), ("strategy", strategy)):
-        if not isinstance(text, str):
-            raise InputError(f"{name} is {text!r}; give a name, or 'auto'")
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not isinstance(value, int | float):
-            raise InputError(f"{name} is {value!r}; give a number or None")
-    if strategy_options.pop("dropout_p", 0):
-        raise InputError("dropout_p is not 0; attention across ranks has no dropout: leave it out")
+    misfit = _misfit(q, k, v, window, strategy, scale, softcap, sinks, backend)
+    if misfit is None and strategy_options.pop("dropout_p", 0):
+        misfit = "dropout_p is not 0; attention across ranks has no dropout: leave it out"
+    if misfit is not None:
+        _refuse(pack.core, misfit)
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     out, lse, _, _ = torch.ops.longweave.attention(
-        q, k, v, sinks, pack.handle, _mask_name(pack, mask), _check_window(window), strategy, scale, softcap, backend,
+        q, k, v, sinks, pack.handle, _mask_name(pack, mask), window, strategy, scale, softcap, backend,
         _written(strategy_options), return_lse,
     )  # fmt: skip
     return (out, lse.detach()) if return_lse else out
@@ -324,10 +317,34 @@ def _kind(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, way: Way, how: 
     return ("attention of q, k, v, sinks", *tensors, "mask, window, strategy, options", *way, "scale, softcap", *how)
 
 
-def _check_window(window: int | None) -> int | None:
+def _misfit(
+    q: object, k: object, v: object, window: object, strategy: object, scale: object, softcap: object, sinks: object,
+    backend: object,
+) -> str | None:  # fmt: skip
+    """What is wrong with arguments that the operator could not even be called with."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return "q, k and v must be tensors of shape (tokens, heads, dim)"
+    if sinks is not None and not isinstance(sinks, Tensor):
+        return f"sinks is a {type(sinks).__name__}; give a tensor with one logit per query head"
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise InputError(f"window is {window!r}; give the number of tokens seen, itself included, at least 1, or None")
-    return window
+        return f"window is {window!r}; give the number of tokens seen, itself included, at least 1, or None"
+    for name, text in (("backend", backend), ("strategy", strategy)):
+        if not isinstance(text, str):
+            return f"{name} is {text!r}; give a name, or 'auto'"
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not isinstance(value, int | float):
+            return f"{name} is {value!r}; give a number or None"
+    return None
+
+
+@eager
+def _refuse(core: PackCore, misfit: str) -> None:
+    """Raise, and on the first pack of a group let the other ranks know."""
+
+    def check() -> None:
+        raise InputError(misfit)
+
+    core.enter(("attention",), check)
 
 
 def _check(core: PackCore, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, way: Way, how: How) -> None:

@@ -1,0 +1,251 @@
+"""`lw.Pack`: what it says about a batch, what it refuses, and that its report is what the layers really do."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
+
+import longweave as lw
+from longweave.launch import Ranks
+from longweave.plan.cost import CPU
+
+CU = [0, 37, 38, 38, 41, 100, 107]
+LAYOUTS = ["auto", "zigzag", "contiguous", "balanced"]
+
+
+def attributes(layout: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pack = lw.Pack(torch.tensor(CU), layout=layout)
+    assert pack.cu_seqlens.tolist() == CU
+    assert pack.group is dist.group.WORLD
+    assert (pack.rank, pack.world_size) == (rank, world)
+    assert pack.layout.world_size == world
+    assert pack.tokens == pack.layout.counts[rank] == len(pack.layout.indices(rank))
+    assert pack.mask == lw.Mask.causal(CU)
+    assert repr(pack) == f"<Pack of 6 documents: rank {rank} of {world}, {pack.tokens} of 107 tokens>"
+    named = {
+        "zigzag": lw.Layout.zigzag(CU, world),
+        "contiguous": lw.Layout.contiguous(107, world),
+        "balanced": pack.layout,
+        "auto": lw.Pack(CU, layout="balanced").layout,
+    }
+    assert pack.layout == named[layout]
+    assert lw.Pack([0, 30, 30], layout="auto").layout == lw.Layout.zigzag([0, 30, 30], world), "one document"
+    assert lw.Pack(CU, layout=named["zigzag"]).layout is named["zigzag"]
+    for form in (CU, tuple(CU), np.array(CU, dtype=np.int32), torch.tensor(CU, dtype=torch.int32)):
+        assert lw.Pack(form, layout="zigzag").layout == named["zigzag"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attributes(ranks: Ranks, layout: str) -> None:
+    ranks.run(attributes, layout, size=3)
+
+
+def test_one_process_needs_no_group() -> None:
+    pack = lw.Pack(CU)
+    assert (pack.group, pack.rank, pack.world_size, pack.tokens) == (None, 0, 1, 107)
+    x = torch.randn(107, 2, 8, dtype=torch.float64)
+    local = pack.shard(x)
+    assert torch.equal(pack.unshard(local), x)
+    assert lw.attention(local, local, local, pack).shape == (107, 2, 8)
+
+
+def on_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    pack = lw.Pack(CU, mesh["cp"])
+    assert pack.group is mesh["cp"].get_group()
+    assert (pack.rank, pack.world_size) == (mesh["cp"].get_local_rank(), 2)
+    with pytest.raises(lw.InputError, match=r'mesh\["cp"\]'):
+        lw.Pack(CU, mesh)
+    with pytest.raises(lw.InputError, match="group is a str"):
+        lw.Pack(CU, "cp")
+    outsider = dist.new_group([0])
+    if dist.get_rank():
+        with pytest.raises(lw.GroupError, match="not a member"):
+            lw.Pack(CU, outsider)
+
+
+def test_groups(ranks: Ranks) -> None:
+    ranks.run(on_a_mesh, size=4)
+
+
+def positions() -> None:
+    counted = [i for start, stop in pairwise(CU) for i in range(stop - start)]
+    answers = lw.Mask.shared_prefix(40, [20, 1, 30, 16])
+    masks = {
+        "causal": ("causal", counted),
+        "full": ("full", counted),
+        "window": (lw.Mask.sliding_window(CU, 9), counted),
+        "prefix": (lw.Mask.prefix_causal(CU, [10, 1, 0, 0, 30, 7]), counted),
+        "slices": (lw.Mask.from_slices(107, [((0, 107), (0, 107), "causal")]), counted),
+        "shared": (answers, [*range(40), *(40 + i for length in (20, 1, 30, 16) for i in range(length))]),
+    }
+    for name, (mask, expected) in masks.items():
+        cu = answers.cu_seqlens if name == "shared" else CU
+        for layout in LAYOUTS:
+            pack = lw.Pack(cu, layout=layout, mask=mask)
+            assert pack.positions.shape == (pack.tokens,)
+            assert pack.positions.tolist() == [expected[i] for i in pack.layout.indices(pack.rank)], (name, layout)
+            assert torch.equal(pack.unshard(pack.positions), torch.tensor(expected)), (name, layout)
+    windowed = lw.Pack(answers.cu_seqlens, mask=answers, window=5)
+    assert windowed.unshard(windowed.positions).tolist() == masks["shared"][1], "a window moves nothing"
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_positions(ranks: Ranks, world: int) -> None:
+    ranks.run(positions, size=world)
+
+
+# -- what it refuses ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seqlens": [1, 5]}, "start"),
+        ({"cu_seqlens": [0, 5, 4]}, "cu_seqlens"),
+        ({"cu_seqlens": [0.0, 2.5]}, "cu_seqlens"),
+        ({"cu_seqlens": "documents"}, "cu_seqlens"),
+        ({"layout": "spiral"}, "layout is 'spiral'; choose one of auto, zigzag, contiguous, balanced"),
+        ({"layout": lw.Layout.contiguous(9, 1)}, "the layout is for 9 tokens but the documents have 107"),
+        ({"layout": lw.Layout.contiguous(107, 2)}, "the group has 1 ranks but the layout is for 2"),
+        ({"mask": "diagonal"}, "mask is 'diagonal'; choose one of causal, full"),
+        ({"mask": None}, "mask is None"),
+        ({"mask": lw.Mask.causal([0, 9])}, "the mask has 9 tokens but the documents have 107"),
+        ({"mask": lw.Mask.shared_prefix(40, [60, 7])}, "give cu_seqlens=mask.cu_seqlens"),
+        ({"window": 0}, "window is 0"),
+        ({"window": 2.0}, "window is 2.0"),
+        ({"mask": "full", "window": 4}, "a window of 4 .*see ahead"),
+        ({"strategy": "teleport"}, "strategy is 'teleport'"),
+        ({"method": "magic"}, "method is 'magic'"),
+        ({"flavour": 3}, "there is no option 'flavour'"),
+        ({"stages": 0}, "stages is 0"),
+        ({"strategy": "ring", "stages": 2}, "stages goes with groupcast; strategy ring takes ulysses_size"),
+        ({"strategy": "allgather", "ulysses_size": 1}, "ulysses_size goes with ring and ulysses; strategy allgather"),
+    ],
+)
+def test_refusals(arguments: dict, message: str) -> None:
+    with pytest.raises(lw.LongweaveError, match=message):
+        lw.Pack(**{"cu_seqlens": CU, **arguments})
+
+
+def options_of_others() -> None:
+    """With "auto", on the pack or in the call, an option holds if the strategy that is taken has it."""
+    cu = [0, 1100, 2000, 3000, 4000]  # ranks need little of each other
+    pack = lw.Pack(cu, layout="contiguous", stages=3, ulysses_size=2, heads_k_stride=1)
+    x = torch.randn(pack.tokens, 2, 16)
+    lw.attention(x, x, x, pack)
+    (plan,) = pack.plans
+    assert (plan.strategy, plan.stages, plan.ulysses_size) == ("groupcast", 3, 1)
+    lw.attention(x, x, x, pack, stages=2, bwd_head_first_stride=1)
+    assert {plan.stages for plan in pack.plans} == {3, 2}
+    lw.attention(x, x, x, pack, strategy="ring", ulysses_size=1)
+    assert pack.plans[-1].strategy == "ring"
+    named = lw.Pack(cu, layout="contiguous", strategy="groupcast", stages=3)
+    with pytest.raises(lw.InputError, match="ulysses_size goes with ring and ulysses; strategy groupcast takes"):
+        lw.attention(x, x, x, named, ulysses_size=2)
+    lw.attention(x, x, x, named, strategy="allgather")  # the pack's stages are not the call's
+    with pytest.raises(lw.InputError, match="stages goes with groupcast; strategy allgather takes"):
+        lw.attention(x, x, x, named, strategy="allgather", stages=3)
+
+
+def test_a_named_strategy_refuses_options_of_others_and_auto_does_not(ranks: Ranks) -> None:
+    ranks.run(options_of_others, size=4)
+
+
+class InWorker(Dataset):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return lw.Pack([0, 4]).tokens
+
+
+def test_a_loader_worker_cannot_make_one() -> None:
+    assert InWorker()[0] == 4
+    with pytest.raises(lw.InputError, match="inside a DataLoader worker"):
+        next(iter(DataLoader(InWorker(), num_workers=1, multiprocessing_context="fork")))
+
+
+# -- what the layers really do -----------------------------------------------------------------------
+
+
+def reports() -> None:
+    from longweave.softmax.allgather import AllGatherStrategy
+    from longweave.softmax.ring import RingStrategy
+
+    cu = [0, 700, 701, 1200, 2400]
+    pack = lw.Pack(cu, layout="zigzag")
+    small = {"heads": 1, "kv_heads": 1, "head_dim": 16, "itemsize": 4}
+    large = {"heads": 8, "kv_heads": 2, "head_dim": 64, "itemsize": 4}
+    # Before any layer was called: the plan that a layer of this shape will get.
+    assert pack.plans == ()
+    assert pack.core.machine == CPU, "costs are counted for the machine that the ranks run on"
+    assert pack.report(**small).strategy == "allgather"
+    assert pack.report(**large).strategy == "ring"
+    assert pack.report().strategy == lw.make_plan(pack.mask, pack.layout, machine=CPU).strategy
+    assert pack.plans == (), "a report is no use"
+    ran: list[str] = []
+    originals = AllGatherStrategy.forward, RingStrategy.forward
+    AllGatherStrategy.forward = lambda self, *a: (ran.append("allgather"), originals[0](self, *a))[1]
+    RingStrategy.forward = lambda self, *a: (ran.append("ring"), originals[1](self, *a))[1]
+    try:
+        for shape in (large, small, small):
+            q = torch.randn(pack.tokens, shape["heads"], shape["head_dim"])
+            k = torch.randn(pack.tokens, shape["kv_heads"], shape["head_dim"])
+            lw.attention(q, k, k, pack)
+    finally:
+        AllGatherStrategy.forward, RingStrategy.forward = originals
+    assert ran == ["ring", "allgather", "allgather"]
+    assert [plan.strategy for plan in pack.plans] == ["allgather", "ring"], "the most used one first"
+    assert pack.report() == pack.plans[0].report() == pack.report(**small)
+    assert pack.plans[1].report() == pack.report(**large)
+    assert pack.report().total_tokens == 2400
+    assert "fastest by the cost model" in pack.report().why
+    lw.attention(q, k, k, pack, strategy="groupcast", window=100)
+    assert {plan.strategy for plan in pack.plans} == {"allgather", "ring", "groupcast"}
+    assert pack.plans[-1].mask == lw.Mask.sliding_window(cu, 100)
+    assert pack.report().strategy == "allgather"
+
+
+def test_the_report_is_of_what_ran(ranks: Ranks) -> None:
+    ranks.run(reports, size=4)
+
+
+def methods() -> None:
+    pack = lw.Pack([0, 700, 1200], layout="zigzag", method="reshard")
+    n = pack.tokens
+    q, v, g = torch.randn(n, 1, 8), torch.randn(n, 2, 8), torch.zeros(n, 2)
+    lw.gated_delta_rule(q, q, v, g, g.sigmoid(), pack, qk_l2norm=True)
+    assert pack.methods["gated_delta_rule"].method == "reshard"
+    lw.gated_delta_rule(q, q, v, g, g.sigmoid(), pack, qk_l2norm=True, method="affine")
+    assert pack.methods["gated_delta_rule"].method == "affine"
+    other = lw.Pack([0, 700, 1200], layout="zigzag")
+    lw.gated_delta_rule(q, q, v, g, g.sigmoid(), other, qk_l2norm=True)
+    choice = other.methods["gated_delta_rule"]
+    assert choice.bytes_sent[choice.method] == min(choice.bytes_sent.values()) > 0
+    assert "fewest bytes" in choice.why
+
+
+def test_methods_of_linear_layers_are_listed(ranks: Ranks) -> None:
+    ranks.run(methods, size=2)
+
+
+def strategy_of_the_pack() -> None:
+    """What the pack says holds for every call that says "auto"; a call can say otherwise."""
+    for strategy in ("ring", "allgather", "ulysses", "groupcast"):
+        pack = lw.Pack(CU, layout="zigzag", strategy=strategy)
+        x = torch.randn(pack.tokens, 2, 16)
+        lw.attention(x, x, x, pack)
+        assert [plan.strategy for plan in pack.plans] == [strategy]
+        assert pack.report(heads=32, kv_heads=4, head_dim=128).strategy == strategy
+        lw.attention(x, x, x, pack, strategy="ring")
+        assert {plan.strategy for plan in pack.plans} == {strategy, "ring"}
+
+
+def test_the_strategy_of_a_pack(ranks: Ranks) -> None:
+    ranks.run(strategy_of_the_pack, size=2)
