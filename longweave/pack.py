@@ -206,13 +206,22 @@ class PackCore:
             )
 
     def check_tokens(self, *tensors: Tensor) -> None:
-        """All have this rank's tokens first."""
+        """All are tensors that have this rank's tokens first."""
         for x in tensors:
-            if len(x) != self.tokens:
+            if not isinstance(x, Tensor):
+                raise InputError(f"a value of type {type(x).__name__} came in; give tensors with this rank's tokens first")
+            if x.shape[:1] != (self.tokens,):
                 raise InputError(
                     f"a tensor of shape {tuple(x.shape)} came in, but rank {self.comm.rank} has {self.tokens} tokens; "
                     "give this rank's tokens first, in the order of pack.layout"
                 )
+
+
+def checked_core(pack: object) -> PackCore:
+    """The core of what was given as a pack."""
+    if not isinstance(pack, Pack):
+        raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
+    return pack.core
 
 
 def check_method(method: object) -> None:
