@@ -18,10 +18,10 @@ from longweave.comm.exchange import all_reduce_sum
 from longweave.comm.groups import Comm
 from longweave.core import PackCore
 from longweave.errors import InputError
-from longweave.pack import Pack
+from longweave.pack import Pack, checked_core
 from longweave.plan.routing import shift_route
-from longweave.tensors import Indices, eager, widened
-from longweave.tokens import TokenRoute, check_tokens
+from longweave.tensors import Indices, eager, kind_of, widened
+from longweave.tokens import TokenRoute
 
 
 @eager
@@ -35,9 +35,11 @@ def shift(x_local: Tensor, pack: Pack, by: int = 1, fill: float = 0) -> Tensor:
         labels = lw.shift(input_ids, pack, fill=-100)  # what each token should predict
         second = lw.shift(input_ids, pack, by=2, fill=-100)  # multi-token prediction
     """
-    core = _core(pack)
-    kind = ("shift of", *_kind(x_local), "by", by, "fill", fill)
-    core.enter(kind, lambda: _check_shift(core, x_local, by))
+    core = checked_core(pack)
+    # As text: True and 1.0 are equal to 1, but not as welcome.
+    kind = ("shift of", *kind_of(x_local), f"by {by!r}", f"fill {fill!r}")
+    core.enter(kind, lambda: _check_shift(core, x_local, by, fill))
+    core.check_tokens(x_local)
     return core.once(_shift_route, by).walk(x_local, 0, fill)
 
 
@@ -53,11 +55,9 @@ def document_sum(x_local: Tensor, pack: Pack) -> Tensor:
 
         loss = loss_of(lw.document_sum(x, pack)) / pack.world_size
     """
-    core = _core(pack)
-    core.enter(("document_sum of", *_kind(x_local)), lambda: _check_sum(core, x_local))
-    core.check_tokens(x_local)
-    total: Tensor = _DocumentSum.apply(x_local, core.once(_Documents))  # type: ignore[no-untyped-call]
-    return total
+    core = checked_core(pack)
+    _enter_sum("document_sum", core, x_local)
+    return _sum(core, x_local)
 
 
 @eager
@@ -66,36 +66,52 @@ def document_mean(x_local: Tensor, pack: Pack) -> Tensor:
 
     As `lw.document_sum`, divided by the lengths of the documents.
     """
-    core = _core(pack)
-    lengths = torch.from_numpy(np.maximum(np.diff(core.cu_seqlens), 1)).to(x_local.device)
-    total = document_sum(widened(x_local), pack)
+    core = checked_core(pack)
+    _enter_sum("document_mean", core, x_local)
+    total = _sum(core, widened(x_local))
+    (lengths,) = core.once(_lengths).on(total.device)
     return (total / lengths.view(-1, *[1] * (total.ndim - 1))).to(x_local.dtype)
 
 
-def _core(pack: Pack) -> PackCore:
-    if not isinstance(pack, Pack):
-        raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
-    return pack.core
-
-
-def _kind(x: Any) -> tuple[object, ...]:
-    return (x.dtype, x.shape[1:]) if isinstance(x, Tensor) else (type(x).__name__,)
-
-
-def _check_shift(core: PackCore, x: Tensor, by: int) -> None:
-    check_tokens(x, core.tokens, 0, f"the count of rank {core.comm.rank}")
+def _check_shift(core: PackCore, x: Tensor, by: int, fill: float) -> None:
+    core.check_tokens(x)
     if isinstance(by, bool) or not isinstance(by, int):
         raise InputError(f"by is {by!r}; give the number of tokens to look ahead, negative to look back")
+    if not isinstance(fill, int | float):
+        raise InputError(f"fill is {fill!r}; give a number")
+    if not (x.is_floating_point() or x.is_complex()) and not _holds(x.dtype, fill):
+        raise InputError(f"fill is {fill!r}, which {x.dtype} cannot hold")
 
 
-def _check_sum(core: PackCore, x: Tensor) -> None:
-    check_tokens(x, core.tokens, 0, f"the count of rank {core.comm.rank}")
-    if not x.is_floating_point():
-        raise InputError(f"x_local is {x.dtype}; give a floating dtype, such as x_local.float()")
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    try:
+        return bool(torch.tensor(value, dtype=dtype).item() == value)
+    except (RuntimeError, OverflowError, ValueError):
+        return False
+
+
+def _enter_sum(name: str, core: PackCore, x: Tensor) -> None:
+    def check() -> None:
+        core.check_tokens(x)
+        if not x.is_floating_point():
+            raise InputError(f"x_local is {x.dtype}; give a floating dtype, such as x_local.float()")
+
+    core.enter((name, "of", *kind_of(x)), check)
+    core.check_tokens(x)
+
+
+def _sum(core: PackCore, x: Tensor) -> Tensor:
+    total: Tensor = _DocumentSum.apply(x, core.once(_Documents))  # type: ignore[no-untyped-call]
+    return total
 
 
 def _shift_route(core: PackCore, by: int) -> TokenRoute:
     return TokenRoute(shift_route(core.layout, core.cu_seqlens, core.comm.rank, by), core.comm)
+
+
+def _lengths(core: PackCore) -> Indices:
+    """Tokens of each document, 1 for an empty one."""
+    return Indices(np.maximum(np.diff(core.cu_seqlens), 1))
 
 
 class _Documents:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from longweave.comm.groups import Comm, Group
 from longweave.core import PackCore, agreed_core
+from longweave.errors import InputError
 from longweave.plan.cost import Shape
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
@@ -158,6 +159,13 @@ class Pack:
     def __repr__(self) -> str:
         held = f"{self.tokens} of {self.layout.total} tokens"
         return f"<Pack of {len(self.cu_seqlens) - 1} documents: rank {self.rank} of {self.world_size}, {held}>"
+
+
+def checked_core(pack: object) -> PackCore:
+    """The core of what was given as a pack."""
+    if not isinstance(pack, Pack):
+        raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
+    return pack.core
 
 
 # -- handles -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What every part that touches tensors needs: the dtype of sums, index tensors from host integers, graph breaks."""
+"""What every part that touches tensors needs: dtypes of sums, kinds, index tensors from host integers, graph breaks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def widened(x: Tensor) -> Tensor:
     """x in the dtype in which it is summed."""
     return x.to(accumulation_dtype(x.dtype))
+
+
+def kind_of(x: object, *, per_token: bool = True) -> tuple[object, ...]:
+    """What other ranks must have alike: dtype and shape, `per_token` without the tokens. Of anything else its type."""
+    if not isinstance(x, Tensor):
+        return (type(x).__name__,)
+    return x.dtype, tuple(x.shape[1:] if per_token else x.shape)
 
 
 def faking() -> bool:

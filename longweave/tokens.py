@@ -143,7 +143,10 @@ class TokenRoute:
         dim = check_tokens(x_local, self.path.tokens_in, dim, f"the count of rank {self.comm.rank}")
         if self.path.is_identity:
             return x_local
-        moved = _Walk.apply(_movable(x_local), self, dim, fill)  # type: ignore[no-untyped-call]
+        x = _movable(x_local)
+        if fill and x.dtype != x_local.dtype:  # the number whose bits are those of `fill`
+            fill = _movable(torch.tensor(fill, dtype=x_local.dtype)).item()
+        moved = _Walk.apply(x, self, dim, fill)  # type: ignore[no-untyped-call]
         return _restored(moved, x_local.dtype)
 
     def move(self, x: Tensor, fill: float = 0) -> Tensor:

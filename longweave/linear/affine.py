@@ -79,10 +79,10 @@ class _AffineMix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mixer: Mixer, chains: Chains, *inputs: Tensor) -> Tensor:
         with torch.autocast(inputs[0].device.type, enabled=False):
-            out, done, transitions = _forward(mixer, chains, inputs, want_states=any(ctx.needs_input_grad))
+            out, runs, transitions = _forward(mixer, chains, inputs, want_states=any(ctx.needs_input_grad))
         ctx.mixer, ctx.chains = mixer, chains
-        ctx.sizes = [len(inputs), *(len(done[role].states) for role in Role)]
-        ctx.save_for_backward(*inputs, *(state for role in Role for state in done[role].states), transitions)
+        ctx.sizes = [len(inputs), *(len(runs[role].states) for role in Role)]
+        ctx.save_for_backward(*inputs, *(state for role in Role for state in runs[role].states), transitions)
         return out
 
     @staticmethod
@@ -108,20 +108,20 @@ def _forward(
     head, mid, last = parts[Role.HEAD], parts[Role.MID], parts[Role.LAST]
     H, _, V = head.state_shape
     out = inputs[0].new_empty((len(inputs[0]), H, V))
-    done = {Role.HEAD: run(head, out=out, want_states=want_states)}
+    runs = {Role.HEAD: run(head, out=out, want_states=want_states)}
     U, M = summary(mid, all_transitions=True)
-    own = Rows(torch.cat([_states(done[Role.HEAD]), U]), _transitions(mixer, M, U))
+    own = Rows(torch.cat([_final_states(runs[Role.HEAD]), U]), _transitions(mixer, M, U))
     arriving = chains.forward.exchange(own)
 
-    done[Role.WHOLE] = run(parts[Role.WHOLE], out=out, want_final=False, want_states=want_states)
+    runs[Role.WHOLE] = run(parts[Role.WHOLE], out=out, want_final=False, want_states=want_states)
     _solve_ahead(last)
 
     rows = arriving.wait()
     S = chains.forward.walk(mixer.kind, rows, _count(mid, last))
     S_mid, S_last = torch.split(S, [_count(mid), _count(last)])
-    done[Role.MID] = run(mid, S_mid, out=out, want_final=False, want_states=want_states)
-    done[Role.LAST] = run(last, S_last, out=out, want_final=False, want_states=want_states)
-    return out, done, rows.transitions
+    runs[Role.MID] = run(mid, S_mid, out=out, want_final=False, want_states=want_states)
+    runs[Role.LAST] = run(last, S_last, out=out, want_final=False, want_states=want_states)
+    return out, runs, rows.transitions
 
 
 def _backward(
@@ -183,9 +183,9 @@ def _count(*parts: ChunkedInputs) -> int:
     return sum(len(part.table.spans) for part in parts)
 
 
-def _states(done: Run) -> Tensor:
-    assert done.final_state is not None
-    return done.final_state
+def _final_states(made: Run) -> Tensor:
+    assert made.final_state is not None
+    return made.final_state
 
 
 def _transitions(mixer: Mixer, M: Tensor | None, U: Tensor) -> Tensor | None:

@@ -23,9 +23,9 @@ from longweave.core import PackCore
 from longweave.errors import InputError
 from longweave.kernels.recurrence.conv import check_conv, conv_backward, conv_edges, conv_forward
 from longweave.linear.methods import in_place
-from longweave.pack import Pack
+from longweave.pack import Pack, checked_core
 from longweave.plan.fragments import halo_route
-from longweave.tensors import Indices, accumulation_dtype, eager
+from longweave.tensors import Indices, accumulation_dtype, eager, kind_of
 
 
 @overload
@@ -57,12 +57,11 @@ def causal_conv1d(x: Any, weight: Any, bias: Any, pack: Pack, *, activation: str
         y = lw.causal_conv1d(x, weight, None, pack, activation="silu")
         q, k, v = lw.causal_conv1d([q, k, v], [wq, wk, wv], None, pack, activation="silu")
     """
-    if not isinstance(pack, Pack):
-        raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
-    core = pack.core
-    xs, weights, biases = _lists(x, weight, bias)
-    shapes = [(one.dtype, one.shape[1:], taps.shape, taps.dtype) for one, taps in zip(xs, weights, strict=True)]
-    kind = ("causal_conv1d of", *shapes, [b is not None for b in biases].count(True), "biases, activation", activation)
+    core = checked_core(pack)
+    xs, weights = _listed(x), _listed(weight)
+    biases = [None] * len(xs) if bias is None else _listed(bias)
+    params = (kind_of(p, per_token=False) for p in (*weights, *biases))
+    kind = ("causal_conv1d of", *map(kind_of, xs), "by", *params, "activation", activation)
     core.enter(kind, lambda: _check(xs, weights, biases, activation, core))
     core.check_tokens(*xs)
     halo = core.once(Halo, weights[0].shape[1])
@@ -70,18 +69,8 @@ def causal_conv1d(x: Any, weight: Any, bias: Any, pack: Pack, *, activation: str
     return results[0] if isinstance(x, Tensor) else results
 
 
-def _lists(x: Any, weight: Any, bias: Any) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
-    xs: Sequence[Any] = [x] if isinstance(x, Tensor) else list(x)
-    weights: Sequence[Any] = [weight] if isinstance(weight, Tensor) else list(weight)
-    if bias is None:
-        biases: Sequence[Any] = [None] * len(xs)
-    else:
-        biases = [bias] if isinstance(bias, Tensor) else list(bias)
-    if not xs or not len(xs) == len(weights) == len(biases):
-        raise InputError(f"{len(xs)} tensors, {len(weights)} weights and {len(biases)} biases; give one of each")
-    if not all(isinstance(t, Tensor) for t in (*xs, *weights)):
-        raise InputError("x and weight must be tensors, or lists of tensors")
-    return xs, weights, biases
+def _listed(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, list | tuple) else [x]
 
 
 def _check(
@@ -91,10 +80,14 @@ def _check(
     activation: str | None,
     core: PackCore,
 ) -> None:
+    if not xs or not len(xs) == len(weights) == len(biases):
+        raise InputError(f"{len(xs)} tensors, {len(weights)} weights and {len(biases)} biases; give one of each")
+    if not all(isinstance(t, Tensor) for t in (*xs, *weights, *(b for b in biases if b is not None))):
+        raise InputError("x, weight and bias must be tensors, or lists of tensors")
+    core.refuse_crossing("causal_conv1d")
+    core.check_tokens(*xs)
     for one, taps, offset in zip(xs, weights, biases, strict=True):
         check_conv(one, taps, offset, activation)
-    core.check_tokens(*xs)
-    core.refuse_crossing("causal_conv1d")
     if len({taps.shape[1] for taps in weights}) > 1 or len({one.dtype for one in xs}) > 1:
         raise InputError(
             f"widths {[w.shape[1] for w in weights]} and dtypes {[y.dtype for y in xs]}: to share an exchange, "

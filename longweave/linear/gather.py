@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from longweave.comm.exchange import all_gather_v
 from longweave.core import PackCore
 from longweave.errors import InputError
-from longweave.pack import Pack
-from longweave.tensors import eager
+from longweave.pack import Pack, checked_core
+from longweave.tensors import eager, kind_of
 from longweave.tokens import Shards
 
 PARAM_GRADS = ("part", "full")
@@ -54,14 +54,12 @@ def gather_recompute(
 
         y_local = lw.gather_recompute(mamba, x_local, pack)
     """
-    if not isinstance(pack, Pack):
-        raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
-    xs = (x_local,) if isinstance(x_local, Tensor) else tuple(x_local)
+    core = checked_core(pack)
+    xs = tuple(x_local) if isinstance(x_local, list | tuple) else (x_local,)
     if not params and isinstance(fn, nn.Module):
         params = tuple(fn.parameters())
-    core = pack.core
-    shapes = [(x.dtype, x.shape[1:]) if isinstance(x, Tensor) else type(x).__name__ for x in xs]
-    core.enter(("gather_recompute of", *shapes, "param_grads", param_grads), lambda: _check(xs, core, param_grads))
+    kinds = map(kind_of, xs)
+    core.enter(("gather_recompute of", *kinds, "param_grads", param_grads), lambda: _check(xs, core, param_grads))
     core.check_tokens(*xs)
     return gathered(fn, xs, core.shards, params, whole_param_grads=param_grads == "full")
 
@@ -84,9 +82,8 @@ def gathered(
 def _check(xs: Sequence[Tensor], core: PackCore, param_grads: str) -> None:
     if param_grads not in PARAM_GRADS:
         raise InputError(f'param_grads is {param_grads!r}; choose "part" or "full"')
-    for x in xs:
-        if not isinstance(x, Tensor) or not x.ndim:
-            raise InputError("x_local must be a tensor with tokens first, or several such tensors")
+    if not xs:
+        raise InputError("x_local is empty; give a tensor with this rank's tokens first, or several such tensors")
     core.check_tokens(*xs)
 
 

@@ -37,8 +37,8 @@ from longweave.kernels.recurrence.reference import recurrent
 from longweave.linear.affine import Segments, affine_mix
 from longweave.linear.gather import gathered
 from longweave.linear.methods import Contiguous, CutDocuments, MethodChoice, Sizes, choose, in_place, move_all, whole
-from longweave.pack import Pack
-from longweave.tensors import accumulation_dtype, eager
+from longweave.pack import Pack, checked_core
+from longweave.tensors import accumulation_dtype, eager, kind_of
 
 
 @eager
@@ -242,21 +242,20 @@ def _enter(
 
     The first `per_token` tensors (by default all) have this rank's tokens first.
     """
-    if not isinstance(pack, Pack):
-        raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
-    if not all(x is None or isinstance(x, Tensor) for x in tensors):
-        raise InputError(f"{name} takes tensors; got {[type(x).__name__ for x in tensors]}")
-    core = pack.core
+    core = checked_core(pack)
     by_token = [x for x in tensors[:per_token] if x is not None]
 
     def check_all() -> None:
+        if not all(x is None or isinstance(x, Tensor) for x in tensors):
+            raise InputError(f"{name} takes tensors; got {[type(x).__name__ for x in tensors]}")
         check_method(method)
         core.refuse_crossing(name)
         core.check_tokens(*by_token)
         check(core)
 
-    shapes = [None if x is None else (x.dtype, x.shape[1:] if x.ndim > 1 else x.ndim) for x in tensors]
-    core.enter((name, "of", *shapes, "method", method, *options.items()), check_all)
+    kinds = [kind_of(x) for x in tensors[:per_token]]
+    kinds += [kind_of(x, per_token=False) for x in tensors[len(kinds) :]]
+    core.enter((name, "of", *kinds, "method", method, *options.items()), check_all)
     core.check_tokens(*by_token)
     return _Call(name, core, _method(core, method))
 
@@ -296,7 +295,7 @@ def _on_fragments(mixer: Mixer, inputs: Sequence[Tensor], cut: CutDocuments, loc
 def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, q, k, v of different dtypes become the autocast dtype."""
     if not all(isinstance(x, Tensor) for x in (q, k, v)):
-        raise InputError(f"q, k, v must be tensors; got {[type(x).__name__ for x in (q, k, v)]}")
+        return q, k, v  # refused with all ranks, in a moment
     if len({x.dtype for x in (q, k, v)}) > 1 and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         return q.to(dtype), k.to(dtype), v.to(dtype)

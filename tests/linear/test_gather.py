@@ -182,6 +182,19 @@ def test_a_forgotten_parameter_is_refused() -> None:
     assert weight.grad is not None
 
 
+def test_a_parameter_that_was_changed_before_backward_is_noticed() -> None:
+    """Backward runs fn again: with other parameters it would be the gradient of something else."""
+    pack, x = lw.Pack([0, TOTAL]), data()[0].requires_grad_()
+    weight = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    module = Module()
+    for fn, params, changed in ((module, (), module.mix.weight), (lambda x: x * weight, [weight], weight)):
+        out = lw.gather_recompute(fn, x, pack, params=params)
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
 def test_what_is_refused() -> None:
     pack = lw.Pack([0, 5])
     with pytest.raises(lw.InputError, match="param_grads is 'half'"):

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import longweave as lw
 from longweave.comm.groups import Comm
+from longweave.core import PackCore
 from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.kernels.recurrence.reference import recurrent
 from longweave.launch import Ranks
 from longweave.linear.methods import Sizes, choose
-from longweave.pack import PackCore
 from longweave.plan.chains import sent_bytes
 from longweave.plan.fragments import fragments
 
