@@ -76,3 +76,22 @@ def empty_rank(want: Expected) -> None:
 
 def test_ranks_without_tokens_take_part(ranks: Ranks) -> None:
     ranks.run(empty_rank, expected("qwen3_next"), size=4)
+
+
+def from_embeddings(family: str, want: Expected) -> None:
+    """The embedding layer is called outside, on the full batch: its gradient is each rank's part all the same."""
+    model = lw.parallelize(build(family))
+    full = data()
+    embeds = model.model.embed_tokens(full.ids)
+    batch = lw.shard_batch(None, CU, labels=full.labels, inputs_embeds=embeds)
+    with exact(torch.float64, family):
+        out = model(**batch.inputs)
+        loss = batch.loss(out.logits)
+        loss.backward()
+    check(model, batch, out.logits, loss, want)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_embeddings_in_the_place_of_ids(ranks: Ranks, family: str, size: int) -> None:
+    ranks.run(from_embeddings, family, expected(family), size=size)
