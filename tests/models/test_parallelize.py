@@ -59,7 +59,7 @@ def test_restore_leaves_no_trace(family: str) -> None:
 def test_one_process_without_a_group_is_the_model_itself() -> None:
     model = build("llama")
     full = data()
-    want = expected("llama", torch.float64)
+    want = expected("llama")
     lw.parallelize(model)
     batch = lw.shard_batch(full.ids, CU, labels=full.labels)
     with exact(torch.float64, "llama"):
