@@ -209,7 +209,9 @@ class PackCore:
         """All are tensors that have this rank's tokens first."""
         for x in tensors:
             if not isinstance(x, Tensor):
-                raise InputError(f"a value of type {type(x).__name__} came in; give tensors with this rank's tokens first")
+                raise InputError(
+                    f"a value of type {type(x).__name__} came in; give tensors with this rank's tokens first"
+                )
             if x.shape[:1] != (self.tokens,):
                 raise InputError(
                     f"a tensor of shape {tuple(x.shape)} came in, but rank {self.comm.rank} has {self.tokens} tokens; "
