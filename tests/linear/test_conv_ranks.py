@@ -125,6 +125,33 @@ def test_one_process_without_a_group() -> None:
     torch.testing.assert_close(y, pack.shard(conv.causal_conv1d(x, weight, None, cu)))
 
 
+def strided() -> None:
+    """Inputs and upstream gradients that are views give the bits of contiguous ones; also twice on one pack.
+
+    Only the sum over tokens in the gradient of weight is made in the order of the strides.
+    """
+    cu = PACKS["ragged"]
+    pack = pack_of("zigzag", cu)
+    x, weight, d_out = draw((cu[-1], 6), (6, 4), (cu[-1], 6))
+    x, d_out = pack.shard(x), pack.shard(d_out)
+    results = []
+    for view in (lambda y: y, lambda y: y, lambda y: y.t().contiguous().t(), lambda y: torch.stack([y, y], -1)[..., 0]):
+        leaves = [view(x).requires_grad_(), view(weight).requires_grad_()]
+        y = lw.causal_conv1d(*leaves, None, pack, activation="silu")
+        results.append([y, *torch.autograd.grad(y, leaves, view(d_out))])
+    assert not view(x).is_contiguous()
+    y, dx, d_weight = results[0]
+    for again in results[1:]:
+        assert torch.equal(again[0], y)
+        assert torch.equal(again[1], dx)
+        torch.testing.assert_close(again[2], d_weight, atol=1e-12, rtol=0)
+    assert torch.equal(results[1][2], d_weight)
+
+
+def test_inputs_that_are_views(ranks: Ranks) -> None:
+    ranks.run(strided, size=3)
+
+
 # -- 16 bits --------------------------------------------------------------------------------------------------
 
 CUT = [0, 90, 91, 200]
