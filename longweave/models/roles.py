@@ -187,10 +187,8 @@ def _refuse_special(name: str, module: nn.Module) -> None:
 
 def _refusal(unknown: dict[type[nn.Module], str]) -> str:
     places = [f"{name or 'the model'} is a {cls.__module__}.{cls.__qualname__}" for cls, name in unknown.items()]
-    meanings = [
-        *ROLES.items(),
-        ("an adapter", "adapter(module, pack, *args, **kwargs) runs in the place of its forward"),
-    ]
+    meanings = [(f'"{role}"', meaning) for role, meaning in ROLES.items()]
+    meanings.append(("an adapter", "adapter(module, pack, *args, **kwargs) runs in the place of its forward"))
     imports, lines = ["import longweave.models"], []
     for cls, name in unknown.items():
         shown = cls.__qualname__

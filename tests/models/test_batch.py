@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import longweave as lw
+from longweave.comm import agreement
 from longweave.launch import Ranks
 
 FEATURES = 12
@@ -203,6 +204,22 @@ def one_rank_is_wrong() -> None:
             lw.shard_batch(**arguments)
         assert isinstance(caught.value, lw.LongweaveError) or message == "boom"
     assert lw.shard_batch(full.ids, CU).pack.layout.total == CU[-1]
+
+
+def one_message() -> None:
+    """Pack and batch are compared together, in a single small message."""
+    lw.shard_batch(data().ids, CU)
+    with pytest.MonkeyPatch.context() as patch:
+        sent = []
+        gather = agreement.all_gather_v
+        patch.setattr(agreement, "all_gather_v", lambda x, *rest: (sent.append(x.numel()), gather(x, *rest))[1])
+        lw.shard_batch(data().ids, CU, labels=data().labels, mask="full")
+    assert len(sent) == 1
+    assert sent[0] < 10  # numbers
+
+
+def test_a_batch_costs_one_message(ranks: Ranks) -> None:
+    ranks.run(one_message, size=2)
 
 
 class ExplodingTensor(Tensor):

@@ -14,6 +14,7 @@ from families import CU, FAMILIES, Expected, build, data, exact, one_process
 from reference import worst
 from test_families import check, expected
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -58,7 +59,7 @@ def test_restore_leaves_no_trace(family: str) -> None:
 def test_one_process_without_a_group_is_the_model_itself() -> None:
     model = build("llama")
     full = data()
-    want = expected("llama", torch.float64)
+    want = expected("llama")
     lw.parallelize(model)
     batch = lw.shard_batch(full.ids, CU, labels=full.labels)
     with exact(torch.float64, "llama"):
@@ -132,7 +133,7 @@ def with_stranger() -> nn.Module:
 def test_unknown_modules_are_named_and_refused() -> None:
     model = with_stranger()
     before = snapshot(model)
-    with pytest.raises(lw.InputError, match=r"model\.layers\.1\.self_attn is a .*Stranger.*register\(\s*Stranger"):
+    with pytest.raises(lw.InputError, match=r"model\.layers\.1\.self_attn is a test_parallelize\.Stranger"):
         lw.parallelize(model)
     assert before.keys() == snapshot(model).keys()
     model = build("llama")
@@ -150,6 +151,47 @@ def test_unknown_modules_are_named_and_refused() -> None:
         register(Stranger, "wise")
     with pytest.raises(lw.InputError, match="class of modules"):
         register(with_stranger, "tokenwise")
+
+
+def test_the_refusal_lists_every_class_and_the_lines_that_mend_it() -> None:
+    class Inner(nn.Module):
+        pass
+
+    model = build("llama")
+    model.model.layers[0].mlp = Backwards(nn.Linear(32, 32), Inner(), Stranger())
+    model.model.layers[1].mlp = Stranger()
+    model.lm_head = nn.Sequential(model.lm_head, nn.Conv1d(8, 8, 3))
+    with pytest.raises(lw.InputError) as caught:
+        lw.parallelize(model)
+    text = str(caught.value)
+    for role in ("tokenwise", "layer", "model", "attention"):
+        assert f'"{role}"' in text
+    assert "an adapter" in text
+    assert text.count("Stranger") == 3  # where it is, its import and its line, once each
+    lines = [line.strip() for line in text.splitlines()]
+    pasted = [line for line in lines if line.startswith(("import ", "from ", "longweave.models.register("))]
+    assert len(pasted) == 1 + 3 + 4
+    try:
+        exec("\n".join(pasted), {"model": model, "ROLE": "tokenwise"})
+        lw.restore(lw.parallelize(model))
+    finally:
+        for cls in (Backwards, Inner, Stranger, nn.Conv1d):
+            unregister(cls)
+    with pytest.raises(lw.InputError, match="Inner"):
+        lw.parallelize(model)
+
+
+def test_a_file_that_imports_longweave_is_no_role() -> None:
+    """Its modules may mix tokens all the same, as Stranger in this file does."""
+    with pytest.raises(lw.InputError, match=r"0 is a test_parallelize\.Stranger"):
+        lw.parallelize(nn.Sequential(Stranger(), nn.Linear(32, 32)))
+    with pytest.raises(lw.InputError, match=r"the model is a test_parallelize\.PlainAttention"):
+        lw.parallelize(PlainAttention())
+    register(PlainAttention, "layer")
+    try:
+        lw.restore(lw.parallelize(PlainAttention()))
+    finally:
+        unregister(PlainAttention)
 
 
 def strangers() -> None:
@@ -368,6 +410,63 @@ def test_fsdp_before_parallelize(ranks: Ranks) -> None:
     ranks.run(sharded, size=2)
 
 
+def with_lora(family: str) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    # The wrapper takes its dtypes from the model, and B begins with 0: then A would have no gradient to compare.
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "up_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(build(family), config)
+    torch.manual_seed(3)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(p, std=0.2)
+    return model.double()
+
+
+def lora(family: str, want: Expected, checkpointing: bool) -> None:
+    model = with_lora(family)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    before = snapshot(model)
+    assert lw.parallelize(model) is model
+    full = data()
+    batch = lw.shard_batch(full.ids, CU, labels=full.labels)
+    with exact(torch.float64, family):
+        out = model(**batch.inputs)
+        loss = batch.loss(out.logits)
+        loss.backward()
+    lw.reduce_gradients(model)
+    assert worst(batch.unshard(out.logits)[0], want.logits) < 1e-9
+    assert worst(batch.reduce_loss(loss), want.loss) < 1e-9
+    assert worst(out.loss, loss) < 1e-5
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert any("lora_A" in name for name in trained)
+    assert any("modules_to_save" in name for name in trained)
+    for name, p in trained.items():
+        assert worst(p.grad, want.grads[name]) < 1e-9, name
+        assert want.grads[name].abs().max() > 1e-6, name
+    lw.restore(model)
+    after = snapshot(model)
+    assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), [("llama", False), ("qwen3_5", True)])
+def test_lora(ranks: Ranks, family: str, checkpointing: bool) -> None:
+    want = one_process(with_lora(family), family, data())
+    ranks.run(lora, family, want, checkpointing, size=2)
+
+
+def test_activated_lora_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[3])
+    with pytest.raises(lw.InputError, match="alora_invocation_tokens"):
+        lw.parallelize(peft.get_peft_model(build("llama"), config))
+
+
+# -- torch.compile -------------------------------------------------------------------------------------
+
+
 def compiled() -> None:
     model = build("llama", torch.float32, num_hidden_layers=1)
     full, want = data(), one_process(model, "llama", data())
@@ -381,6 +480,46 @@ def compiled() -> None:
 
 def test_compile(ranks: Ranks) -> None:
     ranks.run(compiled, size=2)
+
+
+def compiled_layers(family: str, most_graphs: int, settled_after: int) -> None:
+    """Twelve packs of other sizes, documents and layouts: the first two compile, the rest runs."""
+    torch._dynamo.reset()
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    eager = lw.parallelize(build(family))
+    model = copy.deepcopy(eager)
+    graphs = [0]
+
+    def counting(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs[0] += 1
+        return aot_eager(module, inputs)
+
+    for layer in model.model.layers:
+        layer.compile(backend=counting)
+    after = []
+    try:
+        for i in range(12):
+            total = 30 + 7 * i
+            ids = torch.randint(0, 97, (total,), generator=torch.Generator().manual_seed(i))
+            batch = lw.shard_batch(ids, [0, 5 + i, total - 9, total], layout="contiguous" if i % 3 else "auto")
+            want, got = (m(**batch.inputs).logits for m in (eager, model))
+            assert worst(got, want) < 1e-12
+            for logits in (want, got):
+                batch.loss(logits).backward()
+            after.append(graphs[0])
+    finally:
+        torch._dynamo.config.capture_dynamic_output_shape_ops = False
+        torch._dynamo.reset()
+    for (name, p), other in zip(eager.named_parameters(), model.parameters(), strict=True):
+        assert worst(other.grad, p.grad) < 1e-12, name
+    assert 0 < graphs[0] <= most_graphs, after
+    assert after[settled_after] == after[-1], after
+
+
+@pytest.mark.parametrize(("family", "most_graphs"), [("llama", 3), ("qwen3_5", 24)])
+def test_compiled_layers_serve_every_pack(ranks: Ranks, family: str, most_graphs: int) -> None:
+    """Llama has one graph per layer, for all layers; around linear layers graphs break, so a hybrid has several."""
+    ranks.run(compiled_layers, family, most_graphs, 2, size=2)
 
 
 PLAIN = """
