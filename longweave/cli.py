@@ -113,7 +113,7 @@ def train(
         console.print(f"[red]{error}[/red]")
         raise typer.Exit(2) from error
     if int(os.environ.get("RANK", "0")) == 0:
-        console.print(run.line(history[-1]) if history else "nothing left to do")
+        typer.echo(run.line(history[-1]) if history else "nothing left to do")
         run.plot_losses({f"{model}, seed {seed}": history}, out / "loss.png")
         console.print(f"wrote {out / 'metrics.jsonl'} and {out / 'loss.png'}")
 
