@@ -110,7 +110,7 @@ def _forward(
     out = inputs[0].new_empty((len(inputs[0]), H, V))
     runs = {Role.HEAD: run(head, out=out, want_states=want_states)}
     U, M = summary(mid, all_transitions=True)
-    own = Rows(torch.cat([_final_states(runs[Role.HEAD]), U]), _transitions(mixer, M, U))
+    own = Summaries(torch.cat([_final_states(runs[Role.HEAD]), U]), _transitions(mixer, M, U))
     arriving = chains.forward.exchange(own)
 
     runs[Role.WHOLE] = run(parts[Role.WHOLE], out=out, want_final=False, want_states=want_states)
@@ -137,12 +137,12 @@ def _backward(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     _, C_last = backward_run(last, states[Role.LAST], d_out, grads=grads)
     C = torch.cat([backward_summary(mid, d_out), C_last])
-    arriving = chains.backward.exchange(Rows(C, None))
+    arriving = chains.backward.exchange(Summaries(C, None))
 
     backward_run(parts[Role.WHOLE], states[Role.WHOLE], d_out, grads=grads)
     _solve_ahead(head)
 
-    rows = Rows(arriving.wait().states, transitions)
+    rows = Summaries(arriving.wait().states, transitions)
     dS = chains.backward.walk(mixer.kind, rows, _count(head, mid), transposed=True)
     dS_head, dS_mid = torch.split(dS, [_count(head), _count(mid)])
     backward_run(head, states[Role.HEAD], d_out, dS_head, grads=grads)
@@ -200,7 +200,7 @@ def _transitions(mixer: Mixer, M: Tensor | None, U: Tensor) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Summaries:
     """States (rows, H, K, V) and transitions (rows, H, …) that a rank knows; None where the kind has none."""
 
     states: Tensor
@@ -215,7 +215,7 @@ class _Direction:
         self._sent = Indices(*messages.send_states, *messages.send_transitions)
         self._steps = [Indices(step.states, step.transitions, step.of, step.into) for step in steps]
 
-    def exchange(self, own: Rows) -> Pending[Rows]:
+    def exchange(self, own: Summaries) -> Pending[Summaries]:
         """Own rows followed by those of others, once they have arrived."""
         if not self.communicates:
             return done(own)
@@ -230,7 +230,7 @@ class _Direction:
                 parts.append(transitions.index_select(0, transition_rows).flatten())
         pending = all_to_all_v(torch.cat(parts), send_splits, recv_splits, self.comm)
 
-        def unpack() -> Rows:
+        def unpack() -> Summaries:
             found, found_transitions = [states], [] if transitions is None else [transitions]
             arrived = torch.split(pending.wait(), recv_splits)
             counts = zip(arrived, messages.recv_states, messages.recv_transitions, strict=True)
@@ -239,11 +239,11 @@ class _Direction:
                 found.append(message[:cut].view(state_count, *states.shape[1:]))
                 if transitions is not None:
                     found_transitions.append(message[cut:].view(transition_count, *transitions.shape[1:]))
-            return Rows(torch.cat(found), torch.cat(found_transitions) if found_transitions else None)
+            return Summaries(torch.cat(found), torch.cat(found_transitions) if found_transitions else None)
 
         return Pending((), unpack)
 
-    def walk(self, kind: Kind, rows: Rows, waiting: int, *, transposed: bool = False) -> Tensor:
+    def walk(self, kind: Kind, rows: Summaries, waiting: int, *, transposed: bool = False) -> Tensor:
         """The state that each of the `waiting` fragments of this rank receives: (waiting, H, K, V)."""
         arriving = rows.states.new_empty((waiting, *rows.states.shape[1:]))
         S = rows.states[:0]

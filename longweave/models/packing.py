@@ -24,7 +24,7 @@ from longweave.plan.ranges import Ints, as_cu_seqlens, frozen
 
 
 @dataclass(frozen=True)
-class Rows:
+class PaddedRows:
     """A (batch, seq) input, and the place of every token in it when its rows lie one after another."""
 
     batch: int
@@ -44,7 +44,7 @@ class PackedTokens:
     positions: Tensor | None  # as given, else counted from the start of each document
     has_labels: bool  # given by the user
     moved_labels: bool  # here, one place forward
-    rows: Rows | None
+    rows: PaddedRows | None
 
     def fingerprint(self) -> str:
         """Equal batches have equal fingerprints. Of embeddings only shape, dtype and "needs a gradient" count.
@@ -208,7 +208,7 @@ def _documents(total: int, cu_seqlens: object, mask: object, positions: Tensor |
     return frozen(np.append(starts, total))
 
 
-def _rows(shape: torch.Size, attention_mask: Any, device: torch.device) -> tuple[Rows, Ints]:
+def _rows(shape: torch.Size, attention_mask: Any, device: torch.device) -> tuple[PaddedRows, Ints]:
     """Where the tokens of the rows are, and their lengths as cu_seqlens."""
     batch, seq = shape
     if attention_mask is None:
@@ -228,4 +228,4 @@ def _rows(shape: torch.Size, attention_mask: Any, device: torch.device) -> tuple
         if not keep.any():
             raise InputError("attention_mask is 0 everywhere; a batch needs at least one token")
     places = torch.from_numpy(np.flatnonzero(keep)).to(device)
-    return Rows(batch, seq, places), frozen(np.append(0, np.cumsum(keep.sum(1))))
+    return PaddedRows(batch, seq, places), frozen(np.append(0, np.cumsum(keep.sum(1))))
