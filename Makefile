@@ -21,7 +21,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	for what in plan attention packed compare linear; do $(BIN)/longweave bench $$what; done
+	for what in plan host attention packed compare linear; do $(BIN)/longweave bench $$what; done
 
 # torch goes first and alone: a range in another package's requirements would otherwise choose a newer build.
 $(INSTALLED): pyproject.toml constraints.txt
