@@ -69,19 +69,15 @@ class Pack:
             ways: dict[str, Any] = {"strategy": strategy, "method": method, "backend": backend, "options": options}
             return PackCore(comm, cu_seqlens, layout, mask=mask, window=window, **ways), None
 
-        self._hold(agreed_core(group, make)[0])
+        self.core, _ = agreed_core(group, make)
+        self.handle = _handle(self.core)
 
     @classmethod
     def around(cls, core: PackCore) -> Pack:
         """The pack of a core that the ranks have agreed on."""
         pack = cls.__new__(cls)
-        pack._hold(core)
+        pack.core, pack.handle = core, _handle(core)
         return pack
-
-    def _hold(self, core: PackCore) -> None:
-        self.core, self.handle = core, _handle(core)
-        # Whether this rank has no tokens. No property: a compiled graph may depend on it, but not on their number.
-        self.is_empty = core.tokens == 0
 
     @property
     def cu_seqlens(self) -> Ints:

@@ -56,7 +56,7 @@ class Batch:
             KEY: pack,
         }
         if packed.ids is not None and self.input_ids is not None:
-            self.inputs["input_ids"] = (packed.ids[:1] if pack.is_empty else self.input_ids)[None]
+            self.inputs["input_ids"] = (self.input_ids if pack.tokens else packed.ids[:1])[None]
         if self.inputs_embeds is not None:
             self.inputs["inputs_embeds"] = with_placeholder(self.inputs_embeds, pack)[None]
         if packed.has_labels and packed.weights is None:

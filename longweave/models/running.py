@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -70,13 +69,12 @@ def model_tokens(pack: Pack) -> int:
 
 def unbatch(x: Tensor, pack: Pack) -> Tensor:
     """(1, tokens, …) as a model has it → (tokens, …) as `lw.attention` and its siblings take it."""
-    # A compiled graph must not depend on the number of tokens. There the operators check it.
-    if not torch.compiler.is_compiling() and tuple(x.shape[:2]) != (1, model_tokens(pack)):
+    if tuple(x.shape[:2]) != (1, model_tokens(pack)):
         raise InputError(
             f"a layer was called with a tensor of shape {tuple(x.shape)}, but this rank's batch has the shape "
             f"(1, {model_tokens(pack)}, …); call the model with batch.inputs unchanged"
         )
-    return x[0, :0] if pack.is_empty else x[0]
+    return x[0, : pack.tokens]
 
 
 def rebatch(y: Tensor, pack: Pack) -> Tensor:
@@ -86,4 +84,4 @@ def rebatch(y: Tensor, pack: Pack) -> Tensor:
 
 def with_placeholder(y: Tensor, pack: Pack, value: float = 0) -> Tensor:
     """(tokens, …) with the placeholder of a rank that has no tokens."""
-    return F.pad(y, (0, 0) * (y.ndim - 1) + (0, 1), value=value) if pack.is_empty else y
+    return F.pad(y, (0, 0) * (y.ndim - 1) + (0, 1), value=value) if pack.tokens == 0 else y
