@@ -14,12 +14,8 @@ Made once per batch, given to every operator, and all of it is freed with it. It
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from longweave.comm.groups import Comm, Group
@@ -30,6 +26,7 @@ from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints
 from longweave.plan.schedule import Plan, Report
+from longweave.tensors import Tickets
 from longweave.tokens import check_tokens, describe
 
 
@@ -70,13 +67,13 @@ class Pack:
             return PackCore(comm, cu_seqlens, layout, mask=mask, window=window, **ways), None
 
         self.core, _ = agreed_core(group, make)
-        self.handle = _handle(self.core)
+        self.handle = _cores.issue(self.core)
 
     @classmethod
     def around(cls, core: PackCore) -> Pack:
         """The pack of a core that the ranks have agreed on."""
         pack = cls.__new__(cls)
-        pack.core, pack.handle = core, _handle(core)
+        pack.core, pack.handle = core, _cores.issue(core)
         return pack
 
     @property
@@ -164,27 +161,9 @@ def checked_core(pack: object) -> PackCore:
     return pack.core
 
 
-# -- handles -------------------------------------------------------------------------------------------
-
-_serial = count(1)
-# By the number in its handle. An entry dies with its core.
-_cores: WeakValueDictionary[int, PackCore] = WeakValueDictionary()
-
-
-class _Tie(np.ndarray):
-    """The memory of a handle. It holds on to the core, so every tensor that shares this memory does."""
-
-    core: PackCore
-
-
-def _handle(core: PackCore) -> Tensor:
-    number = next(_serial)
-    _cores[number] = core
-    memory = np.array(number, dtype=np.int64).view(_Tie)
-    memory.core = core
-    return torch.from_numpy(memory)
+_cores: Tickets[PackCore] = Tickets()
 
 
 def core_of(handle: Tensor) -> PackCore:
     """The core of the pack that has this handle."""
-    return _cores[int(handle)]
+    return _cores.find(handle)

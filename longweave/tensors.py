@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, cast
+from itertools import count
+from typing import Any, Generic, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -82,3 +84,37 @@ def eager(fn: F) -> F:
         return fn(*args, **kwargs)
 
     return cast("F", call)
+
+
+# -- tickets -------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class _Memory(np.ndarray):
+    """The memory of a ticket. It holds on to an object, so every tensor that shares this memory does."""
+
+    held: object
+
+
+class Tickets(Generic[T]):
+    """Objects as tensors: a number for each, in memory that holds on to it.
+
+    Operators in a compiled graph can be handed tensors only. A ticket is no constant of the graph, and whoever keeps it
+    (autograd, until backward is done) keeps the object. Nothing else is kept here: an entry dies with its object.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
+
+    def issue(self, held: T) -> Tensor:
+        """A 0-dim int64 tensor on the CPU."""
+        number = next(self._numbers)
+        self._objects[number] = held
+        memory = np.array(number, dtype=np.int64).view(_Memory)
+        memory.held = held
+        return torch.from_numpy(memory)
+
+    def find(self, ticket: Tensor) -> T:
+        return self._objects[int(ticket)]

@@ -208,9 +208,9 @@ def _zigzag_tokens(grid: Grid) -> float:
 # -- longest processing time first ---------------------------------------------------------------------
 
 # Balances anything and knows nothing of documents, so it scatters them. A swap of two chunks of equal length between
-# two ranks then helps where a rank can leave a document, or no longer needs its end. The *reach* of a document on a rank
-# is the end of its last chunk there: the keys that the rank needs of it, exactly under causal masks, about so under
-# others; the exact cost decides afterwards.
+# two ranks then helps where a rank can leave a document, or no longer needs its end. The *reach* of a document on a
+# rank is the end of its last chunk there: the keys that the rank needs of it, exactly under causal masks, about so
+# under others; the exact cost decides afterwards.
 
 
 def lpt(grid: Grid, token_limit: int) -> Ints:
