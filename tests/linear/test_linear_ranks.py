@@ -147,7 +147,9 @@ def shared_parameters(name: str, layout: str, cu: list[int]) -> None:
 
     leaves = [x.clone().requires_grad_() for x in (*per_token, *per_head)]
     expected = theirs(*leaves)
-    whole = torch.autograd.grad(expected, leaves, d_out, materialize_grads=True)
+    whole = [torch.zeros_like(x) for x in leaves]
+    if total:
+        whole = torch.autograd.grad(expected, leaves, d_out)
     mine = own_tokens(pack)
     for method in METHODS:
         shards = [x[mine].requires_grad_() for x in per_token] + [x.clone().requires_grad_() for x in per_head]
