@@ -3,13 +3,17 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-all lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m longweave.tools.demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Also what takes too long for every change: thousands of steps whose memory must not grow.
+test-all: lint
+	LONGWEAVE_FULL=1 $(BIN)/python -m pytest
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
