@@ -485,7 +485,6 @@ def test_compile(ranks: Ranks) -> None:
 def compiled_layers(family: str, most_graphs: int, settled_after: int) -> None:
     """Twelve packs of other sizes, documents and layouts: the first two compile, the rest runs."""
     torch._dynamo.reset()
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True
     eager = lw.parallelize(build(family))
     model = copy.deepcopy(eager)
     graphs = [0]
@@ -508,7 +507,6 @@ def compiled_layers(family: str, most_graphs: int, settled_after: int) -> None:
                 batch.loss(logits).backward()
             after.append(graphs[0])
     finally:
-        torch._dynamo.config.capture_dynamic_output_shape_ops = False
         torch._dynamo.reset()
     for (name, p), other in zip(eager.named_parameters(), model.parameters(), strict=True):
         assert worst(other.grad, p.grad) < 1e-12, name
