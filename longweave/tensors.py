@@ -77,13 +77,14 @@ def _upload(array: np.ndarray, device: torch.device) -> Tensor:
 def eager(fn: F) -> F:
     """`torch.compile` breaks the graph around `fn` and runs it as it is."""
 
-    @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # only then is the compiler loaded already
             return torch.compiler.disable(fn)(*args, **kwargs)  # type: ignore[no-untyped-call]
         return fn(*args, **kwargs)
 
-    return cast("F", call)
+    # A code object of its own: the compiler counts by it how often it has compiled, and gives up after a few times.
+    call.__code__ = call.__code__.replace(co_name=fn.__name__)
+    return cast("F", wraps(fn)(call))
 
 
 # -- tickets -------------------------------------------------------------------------------------------

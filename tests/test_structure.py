@@ -86,7 +86,7 @@ CONTEXT_VARIABLES = {
 }
 WEAK = {
     "longweave/comm/agreement.py": ["_ledgers"],  # of a process group, as long as it lives
-    "longweave/pack.py": ["_cores"],  # of a handle, as long as its pack lives
+    "longweave/tensors.py": ["_objects"],  # of a ticket, as long as its object lives
 }
 
 
