@@ -179,12 +179,12 @@ def bench_compare(tokens: int = typer.Argument(32768), ranks: int = 4) -> None:
 @bench.command("plan")
 def bench_plan() -> None:
     """How long planning a batch takes on this host."""
-    from longweave.tools.bench import plan
+    from longweave.tools.bench import host
 
     table = Table(title="planning, one thread; every batch pays")
     for column in ("what", "ms", "target ms"):
         table.add_column(column, justify="left" if column == "what" else "right")
-    for row in plan.run():
+    for row in host.planning():
         table.add_row(row.what, f"{row.ms:.1f}", f"{row.target_ms:.0f}")
     console.print(table)
 
@@ -197,9 +197,9 @@ def bench_host(rounds: int = typer.Option(300, help="Calls of each kind.")) -> N
     table = Table(title="one layer call on 128 tokens a rank, 2 ranks, one thread each, float32; median")
     for column in ("what", "documents", "layout", "forward ms", "forward + backward ms"):
         table.add_column(column, justify="left" if column in ("what", "layout") else "right")
-    for row in host.run(rounds):
-        times = (f"{row.forward:.2f}", f"{row.forward_and_backward:.2f}")
-        table.add_row(row.name, str(row.documents), row.layout, *times)
+    for call in host.layer_calls(rounds):
+        times = (f"{call.forward:.2f}", f"{call.forward_and_backward:.2f}")
+        table.add_row(call.name, str(call.documents), call.layout, *times)
     console.print(table)
 
 

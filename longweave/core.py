@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from longweave.comm.agreement import Fact, compare, digest, ledger_of, same_calls
-from longweave.comm.groups import Comm, Group, resolve
+from longweave.comm.exchange import Comm, Group, resolve
 from longweave.errors import InputError
 from longweave.plan.cost import CPU, Machine, Shape
 from longweave.plan.fragments import Fragments, fragments

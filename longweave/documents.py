@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.comm.exchange import all_reduce_sum
-from longweave.comm.groups import Comm
+from longweave.comm.exchange import Comm, all_reduce_sum
 from longweave.core import PackCore
 from longweave.errors import InputError
 from longweave.pack import Pack, checked_core

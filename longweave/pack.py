@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longweave.comm.groups import Comm, Group
+from longweave.comm.exchange import Comm, Group
 from longweave.core import PackCore, agreed_core
 from longweave.errors import InputError
 from longweave.plan.cost import Shape

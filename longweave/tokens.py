@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from longweave.comm.agreement import Fact, compare, same_calls
-from longweave.comm.exchange import all_gather_v, all_to_all_v, reduce_scatter_v
-from longweave.comm.groups import Comm, Group, resolve
+from longweave.comm.exchange import Comm, Group, all_gather_v, all_to_all_v, reduce_scatter_v, resolve
 from longweave.errors import GroupError, InputError
 from longweave.plan.layout import Layout
 from longweave.plan.ranges import Ints, expand

@@ -10,7 +10,7 @@ import longweave as lw
 from longweave.launch import Ranks
 from longweave.plan import CPU, Machine
 from longweave.plan.cost import traffic
-from longweave.tools.bench import attention, host, linear, packed, plan
+from longweave.tools.bench import attention, host, linear, packed
 
 
 def test_attention(ranks: Ranks) -> None:
@@ -70,7 +70,7 @@ def test_linear(tmp_path: Path) -> None:
 
 
 def test_plan() -> None:
-    rows = plan.run()
+    rows = host.planning()
     assert len({row.what for row in rows}) == len(rows) == 5
     assert all(0.1 < row.ms < 60_000 for row in rows), "milliseconds"
 

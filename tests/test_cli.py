@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longweave.cli import app
-from longweave.tools.bench import host, plan
+from longweave.tools.bench import host
 
 
 def test_plan_draws_and_reports(tmp_path: Path) -> None:
@@ -45,8 +45,8 @@ def test_plan_counts_for_the_default_layer() -> None:
 
 def test_bench_plan_prints_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    rows = [plan.PlanningTime("group-cast schedule", 12.34, 100), plan.PlanningTime("balanced layout", 56.78, 500)]
-    monkeypatch.setattr(plan, "run", lambda: rows)
+    rows = [host.PlanningTime("group-cast schedule", 12.34, 100), host.PlanningTime("balanced layout", 56.78, 500)]
+    monkeypatch.setattr(host, "planning", lambda: rows)
     result = CliRunner().invoke(app, ["bench", "plan"])
     assert result.exit_code == 0, result.output
     for row in rows:
@@ -55,7 +55,7 @@ def test_bench_plan_prints_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bench_host_prints_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(host, "run", lambda rounds: [host.HostTime("ring", 1, "zigzag", rounds, 7.777)])
+    monkeypatch.setattr(host, "layer_calls", lambda rounds: [host.HostTime("ring", 1, "zigzag", rounds, 7.777)])
     result = CliRunner().invoke(app, ["bench", "host", "--rounds", "5"])
     assert result.exit_code == 0, result.output
     assert any("ring" in line and "5.00" in line and "7.78" in line for line in result.output.splitlines())

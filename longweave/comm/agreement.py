@@ -24,8 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from longweave.comm.exchange import all_gather_v
-from longweave.comm.groups import Comm
+from longweave.comm.exchange import Comm, all_gather_v
 from longweave.errors import GroupError
 
 # Set inside `unchecked()` and reset when it ends.

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longweave.comm.exchange import Pending, all_to_all_v, done
-from longweave.comm.groups import Comm
+from longweave.comm.exchange import Comm, Pending, all_to_all_v, done
 from longweave.kernels.recurrence.chunks import ChunkTable, chunk_table
 from longweave.kernels.recurrence.factors import ChunkedInputs
 from longweave.kernels.recurrence.mixer import Kind, Mixer, times, transition_shape

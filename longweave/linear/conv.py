@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longweave.comm.exchange import all_to_all_v
-from longweave.comm.groups import Comm
+from longweave.comm.exchange import Comm, all_to_all_v
 from longweave.core import PackCore
 from longweave.errors import InputError
 from longweave.kernels.recurrence.conv import check_conv, conv_backward, conv_edges, conv_forward

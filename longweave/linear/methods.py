@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.comm.groups import Comm
+from longweave.comm.exchange import Comm
 from longweave.core import METHODS, PackCore
 from longweave.kernels.recurrence.mixer import Mixer, transition_shape
 from longweave.linear.affine import Chains, Segments

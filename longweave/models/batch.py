@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from longweave.comm.agreement import Fact
-from longweave.comm.exchange import all_reduce_sum
-from longweave.comm.groups import Comm, Group
+from longweave.comm.exchange import Comm, Group, all_reduce_sum
 from longweave.core import PackCore, agreed_core
 from longweave.errors import InputError
 from longweave.models.loss import GatherSame, chunked_sum, nll, weighted_sum

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longweave.comm.agreement import Fact, compare
-from longweave.comm.exchange import all_reduce_sum, is_sharded
-from longweave.comm.groups import Comm, Group, ranks_of, resolve
+from longweave.comm.exchange import Comm, Group, all_reduce_sum, is_sharded, ranks_of, resolve
 from longweave.errors import InputError
 from longweave.tensors import widened
 from longweave.tokens import Shards

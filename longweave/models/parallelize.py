@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from longweave.comm.groups import Group, name_of, resolve
+from longweave.comm.exchange import Group, name_of, resolve
 from longweave.errors import GroupError, InputError
 from longweave.models.adapters import NAME, balancing_loss, register_with_transformers
 from longweave.models.roles import Role, roles

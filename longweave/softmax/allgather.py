@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longweave.comm.exchange import Pending, all_gather_v, reduce_scatter_v
-from longweave.comm.groups import Comm
+from longweave.comm.exchange import Comm, Pending, all_gather_v, reduce_scatter_v
 from longweave.kernels.attention import Kernel, zeros_like_sum
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
 from longweave.plan.schedule import Plan

@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.comm.exchange import Pending, all_to_all_v, shift
-from longweave.comm.groups import Comm
+from longweave.comm.exchange import Comm, Pending, all_to_all_v, shift
 from longweave.kernels.attention import Kernel, zeros_like_sum
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
 from longweave.plan.heads import HeadSplit, split_heads

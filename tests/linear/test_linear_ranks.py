@@ -15,7 +15,7 @@ from linear_ranks import FULL, LAYOUTS, PACKS, Problem, own_tokens, pack_of
 from torch import Tensor
 
 import longweave as lw
-from longweave.comm.groups import Comm
+from longweave.comm.exchange import Comm
 from longweave.core import PackCore
 from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.kernels.recurrence.reference import recurrent
