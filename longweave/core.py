@@ -32,6 +32,8 @@ LAYOUTS = ("auto", "zigzag", "contiguous", "balanced")
 MASKS = ("causal", "full")
 METHODS = ("affine", "reshard", "gather")
 
+ASKED_ANYWAY = 256  # calls on the first pack of a group that are compared whether or not their kind is new
+
 T = TypeVar("T")
 Kind = tuple[object, ...]
 
@@ -90,7 +92,8 @@ class PackCore:
     @cached_property
     def positions(self) -> Tensor:
         offsets = self.mask.position_offsets
-        return torch.from_numpy(self.layout.positions(self.comm.rank, self.cu_seqlens, offsets))
+        with torch.inference_mode(False):
+            return torch.from_numpy(self.layout.positions(self.comm.rank, self.cu_seqlens, offsets))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -176,21 +179,29 @@ class PackCore:
     def enter(self, kind: Kind, check: Callable[[], object]) -> None:
         """Before a call sends anything. `kind` is what must be alike on all ranks: operator, dtypes, shapes, options.
 
-        A kind that is new to this pack is checked; on the first pack of a group, with all ranks at once.
+        A kind that is new to this pack is checked. On the first pack of a group the ranks then compare: every new kind,
+        and for the first few hundred calls, which is a step of most models, known kinds too. (A rank that makes a known
+        call where another makes a new one must take part in the question.)
         """
         call = self._calls.get(kind)
-        if call is None:
-            problem = None
+        ask = self._is_first and (call is None or self._ledger.asked < ASKED_ANYWAY)
+        if call is None or ask:
+            problem: Exception | None = None
             try:
                 check()
             except Exception as error:
                 problem = error
-            description = " ".join(map(str, kind))
-            if self._is_first:
-                compare(self.comm, [same_calls(description)], problem)
-            elif problem:
-                raise problem
-            call = self._calls[kind] = (description, digest(description))
+            try:
+                description = " ".join(map(str, kind)) if call is None else call[0]
+                if ask:
+                    self._ledger.asked += 1
+                    compare(self.comm, [same_calls(description)], problem)
+                elif problem:
+                    raise problem
+            finally:
+                del problem  # an error that refers to this frame would keep everything in it alive
+            if call is None:
+                call = self._calls[kind] = (description, digest(description))
         self._ledger.note(*call)
 
     def refuse_crossing(self, name: str) -> None:
@@ -221,8 +232,8 @@ def check_method(method: object) -> None:
         raise InputError(f'method is {method!r}; choose "auto", "affine", "reshard" or "gather"')
 
 
-def agreed_core(group: Group, make: Callable[[Comm], tuple[PackCore, Fact | None]]) -> tuple[PackCore, Fact | None]:
-    """What `make` returns, once all ranks hold the same: its core, and what else it gave to be compared.
+def agreed_core(group: Group, make: Callable[[Comm], tuple[PackCore, Fact | None]]) -> PackCore:
+    """The core that `make` returns, once all ranks hold the same core and the same fact that came with it.
 
     Whatever `make` raises on one rank is raised there, and a GroupError on the others.
     """
@@ -245,7 +256,10 @@ def agreed_core(group: Group, make: Callable[[Comm], tuple[PackCore, Fact | None
         core, also = made
         remedy = "give every rank of the group the same cu_seqlens, mask, layout and options"
         facts += [*([also] if also else []), Fact(core.fingerprint, "holds", "another pack than the rest", remedy)]
-    compare(comm, facts, problem)
+    try:
+        compare(comm, facts, problem)
+    finally:
+        del problem
     assert made is not None
     ledger.packs += 1
-    return made
+    return made[0]

@@ -129,7 +129,7 @@ class _DocumentSum(torch.autograd.Function):
         ctx.documents = documents
         wide = widened(x)
         own = wide.new_zeros((documents.count, *x.shape[1:])).index_add_(0, documents.of_tokens.on(x.device)[0], wide)
-        return all_reduce_sum([own], documents.comm)[0].to(x.dtype)
+        return next(all_reduce_sum([own], documents.comm)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -26,7 +26,7 @@ from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints
 from longweave.plan.schedule import Plan, Report
-from longweave.tensors import Tickets
+from longweave.tensors import Handles
 from longweave.tokens import check_tokens, describe
 
 
@@ -39,8 +39,8 @@ class Pack:
         "balanced" or a Layout.
     mask, window: who sees whom: "causal", "full" or a Mask, and how many tokens a token sees back, itself included. It
         is what "balanced" balances, and what attention uses unless a call says otherwise.
-    strategy, method, backend and options such as `stages`: what attention and linear layers use where a call says
-        "auto".
+    strategy, backend and options such as `stages`: what attention uses where a call says "auto"; method: likewise for
+        linear layers.
 
     Every rank of the group makes it with the same arguments. That is compared here, with one small message; a rank that
     differs is named on all of them, and what one rank refuses all refuse. Raises `InputError` and `GroupError`.
@@ -66,7 +66,7 @@ class Pack:
             ways: dict[str, Any] = {"strategy": strategy, "method": method, "backend": backend, "options": options}
             return PackCore(comm, cu_seqlens, layout, mask=mask, window=window, **ways), None
 
-        self.core, _ = agreed_core(group, make)
+        self.core = agreed_core(group, make)
         self.handle = _cores.issue(self.core)
 
     @classmethod
@@ -149,6 +149,16 @@ class Pack:
             return self.plans[0].report()
         return self.core.plan(None, None, "auto", Shape(**shape), {}).report()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pack:
+        """A pack is shared, not copied: ranks have agreed on this one."""
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise InputError(
+            "a pack belongs to the ranks that made it and cannot be pickled; send cu_seqlens and pack.layout, and make "
+            "the pack where it is used"
+        )
+
     def __repr__(self) -> str:
         held = f"{self.tokens} of {self.layout.total} tokens"
         return f"<Pack of {len(self.cu_seqlens) - 1} documents: rank {self.rank} of {self.world_size}, {held}>"
@@ -161,7 +171,7 @@ def checked_core(pack: object) -> PackCore:
     return pack.core
 
 
-_cores: Tickets[PackCore] = Tickets()
+_cores: Handles[PackCore] = Handles()
 
 
 def core_of(handle: Tensor) -> PackCore:

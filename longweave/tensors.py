@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longweave.errors import InputError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -87,21 +89,21 @@ def eager(fn: F) -> F:
     return cast("F", wraps(fn)(call))
 
 
-# -- tickets -------------------------------------------------------------------------------------------
+# -- handles -------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 class _Memory(np.ndarray):
-    """The memory of a ticket. It holds on to an object, so every tensor that shares this memory does."""
+    """The memory of a handle. It holds on to an object, so every tensor that shares this memory does."""
 
     held: object
 
 
-class Tickets(Generic[T]):
+class Handles(Generic[T]):
     """Objects as tensors: a number for each, in memory that holds on to it.
 
-    Operators in a compiled graph can be handed tensors only. A ticket is no constant of the graph, and whoever keeps it
+    Operators in a compiled graph can be handed tensors only. A handle is no constant of the graph, and whoever keeps it
     (autograd, until backward is done) keeps the object. Nothing else is kept here: an entry dies with its object.
     """
 
@@ -115,7 +117,14 @@ class Tickets(Generic[T]):
         self._objects[number] = held
         memory = np.array(number, dtype=np.int64).view(_Memory)
         memory.held = held
-        return torch.from_numpy(memory)
+        with torch.inference_mode(False):  # autograd must be able to save it
+            return torch.from_numpy(memory)
 
-    def find(self, ticket: Tensor) -> T:
-        return self._objects[int(ticket)]
+    def find(self, handle: Tensor) -> T:
+        found = self._objects.get(int(handle))
+        if found is None:
+            raise InputError(
+                "what backward needs is gone: the handle that keeps it was copied, as a hook on saved tensors does "
+                "that clones or moves everything; leave 0-dim tensors out of the hook"
+            )
+        return found

@@ -1,6 +1,6 @@
 """Ranks that differ: every rank is told, before anything is sent, and nobody hangs.
 
-On the first pack of a group each new kind of call is compared before it sends. Later packs only note their calls: one
+On the first pack of a group calls are compared before they send. Later packs only note their calls: one
 that differs is named when the next pack is made.
 """
 
@@ -344,7 +344,7 @@ MESSAGES = {"ring": 3, "ulysses": 4, "groupcast": 2, "allgather": 6}
 def test_only_the_first_pack_asks(ranks: Ranks, strategy: str) -> None:
     own = 2 * MESSAGES[strategy]
     for found in ranks.run(messages, strategy, size=2):
-        assert found == {"first": (1, own), "second": (0, own)}
+        assert found == {"first": (2, own), "second": (0, own)}
 
 
 # -- unchecked ---------------------------------------------------------------------------------------
@@ -383,3 +383,33 @@ def test_unchecked_compares_nothing(ranks: Ranks) -> None:
         assert found["unshard"] == 1
         assert found["after"] == "nothing raised", "what was called inside is not held against anyone later"
         assert found["next"] == 1, "outside, packs are compared again"
+
+
+def known_here_new_there() -> dict[str, str]:
+    """The second call on a group's first pack: rank ODD makes one of a new kind, the others repeat the first."""
+    odd, found = dist.get_rank() == ODD, {}
+    for name, other in {
+        "scale": {"scale": 0.3},
+        "window": {"window": 0},
+        "mask": {"mask": torch.ones(2, 2)},
+        "sinks": {"sinks": torch.zeros(1)},
+    }.items():
+        pack = lw.Pack(CU, dist.new_group([0, 1, 2]), "zigzag")
+        usual = {"sinks": torch.zeros(4)} if name == "sinks" else {}
+        attend(pack, strategy="ring", **usual)
+        found[name] = catch(lambda: attend(pack, strategy="ring", **(other if odd else usual)))  # noqa: B023
+    pack = lw.Pack(CU, dist.new_group([0, 1, 2]), "zigzag")
+    x = torch.zeros(pack.tokens, 4, 8)
+    pack.unshard(x)
+    found["tokens"] = catch(lambda: pack.unshard(x[:-1] if odd else x))
+    return found
+
+
+def test_a_known_call_beside_a_new_one_is_compared_too(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks.run(known_here_new_there, size=3, timeout=60)):
+        assert "rank 1 of the group makes another call than the rest" in found.pop("scale")
+        for name, said in found.items():
+            assert re.match("InputError" if rank == ODD else "GroupError: rank 1 of the group refused", said), (
+                name,
+                said,
+            )

@@ -17,12 +17,12 @@ from longweave.kernels.attention.partial import Tasks
 from longweave.launch import Ranks
 from longweave.plan.fragments import Fragments
 from longweave.plan.schedule import Plan
-from longweave.softmax.calls import Runner
+from longweave.softmax.calls import PlannedCall
 from longweave.tensors import Indices
 from longweave.tokens import Shards, TokenRoute
 
 FULL = bool(os.environ.get("LONGWEAVE_FULL"))  # `make test-all`
-KINDS = (lw.Pack, PackCore, lw.Layout, lw.Mask, Plan, Tasks, Indices, Fragments, Shards, TokenRoute, Runner)
+KINDS = (lw.Pack, PackCore, lw.Layout, lw.Mask, Plan, Tasks, Indices, Fragments, Shards, TokenRoute, PlannedCall)
 STRATEGIES = ("groupcast", "ring", "allgather", "ulysses")
 METHODS = ("affine", "reshard", "gather")
 ROOM = 6 << 20  # by which the heap of a process moves for other reasons

@@ -249,3 +249,56 @@ def strategy_of_the_pack() -> None:
 
 def test_the_strategy_of_a_pack(ranks: Ranks) -> None:
     ranks.run(strategy_of_the_pack, size=2)
+
+
+def test_copies_and_pickles() -> None:
+    """A model that holds a pack may be copied; a pack is not sent to another process."""
+    import copy
+    import pickle
+
+    pack = lw.Pack([0, 5, 9])
+    assert copy.deepcopy(pack) is pack
+    with pytest.raises(lw.InputError, match="cannot be pickled; send cu_seqlens"):
+        pickle.dumps(pack)
+
+
+def test_a_pack_made_in_inference_mode_can_train() -> None:
+    with torch.inference_mode():
+        pack = lw.Pack([0, 5, 9])
+        positions = pack.positions
+    q, k, v = (torch.randn(9, 2, 4, requires_grad=True) for _ in range(3))
+    lw.attention(q, k, v, pack).sum().backward()
+    assert q.grad is not None
+    assert not positions.is_inference()
+
+
+def test_hooks_that_copy_what_autograd_saves() -> None:
+    q, k, v = (torch.randn(9, 2, 4, requires_grad=True) for _ in range(3))
+
+    def out(*inputs):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+            return lw.attention(*inputs, lw.Pack([0, 5, 9]))
+
+    grads = torch.autograd.grad(out(q, k, v).sum(), (q, k, v))  # the pack is gone
+    want = torch.autograd.grad(lw.attention(q, k, v, lw.Pack([0, 5, 9])).sum(), (q, k, v))
+    for got, expected in zip(grads, want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_layers_of_other_shapes_have_plans_of_their_own() -> None:
+    pack = lw.Pack([0, 5, 9], strategy="ulysses")
+    for heads in (2, 4):
+        lw.attention(*(torch.randn(9, heads, 4) for _ in range(3)), pack)
+    assert {plan.shape.heads for plan in pack.plans} == {2, 4}
+
+
+def test_sinks_of_every_call_are_checked() -> None:
+    pack = lw.Pack([0, 5, 9])
+    q, k, v = (torch.randn(9, 4, 4) for _ in range(3))
+    lw.attention(q, k, v, pack, sinks=torch.zeros(4))
+    for sinks, message in (
+        (torch.zeros(1), "one logit per query head"),
+        (torch.zeros(4, dtype=torch.int64), "floating"),
+    ):
+        with pytest.raises(lw.InputError, match=message):
+            lw.attention(q, k, v, pack, sinks=sinks)

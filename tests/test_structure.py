@@ -14,7 +14,7 @@ BELOW_PACK = {"errors", "plan", "comm", "tensors", "tokens"}
 OPERATORS = BELOW_PACK | {"kernels", "core", "pack"}
 ALLOWED = {
     "errors": set(),
-    "tensors": set(),
+    "tensors": {"errors"},
     "plan": {"errors"},
     "comm": {"errors", "tensors"},
     "kernels": {"errors", "tensors"},

@@ -8,7 +8,7 @@ pack compares its facts, and what one rank refuses all ranks refuse: nobody is l
 
 Calls on a pack are *noted*: each adds a digest of its kind (operator, dtypes, shapes, options) to a running digest,
 which the next pack's message carries. A rank that made another call than the rest is named there, one step later, and
-it costs neither a message nor a wait. On the first pack of a group every new kind of call is compared before it sends.
+it costs neither a message nor a wait. On the first pack of a group calls are compared before they send.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Fact:
     verb: str  # in the singular: "holds"
     difference: str  # "another batch than the rest"
     remedy: str
+    ending: str = "Nothing was sent."
 
 
 def same_calls(description: str) -> Fact:
@@ -73,16 +74,14 @@ def compare(comm: Comm, facts: Sequence[Fact], problem: Exception | None = None)
     `problem` is this rank's own finding. It is raised here, and the others learn of it and raise too.
     """
     if comm.size == 1 or not _checking.get():
-        if problem:
-            raise problem
+        _raise(problem)
         return
     # One rank may refuse before it knows its facts: the message has the same size all the same.
     digests = [digest(fact.value) for fact in facts]
     row = [*digests, *[0] * (MOST_FACTS - len(digests)), int(problem is not None)]
     mine = torch.tensor([row], device=comm.control_device)
     everyone = all_gather_v(mine, [1] * comm.size, comm).wait().tolist()
-    if problem:
-        raise problem
+    _raise(problem)
     refused = [rank for rank, theirs in enumerate(everyone) if theirs[-1]]
     if refused:
         raise GroupError(f"{named(refused)} of the group refused this call; see the error there. Nothing was sent.")
@@ -90,12 +89,20 @@ def compare(comm: Comm, facts: Sequence[Fact], problem: Exception | None = None)
         _compare_column([theirs[column] for theirs in everyone], fact, comm)
 
 
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        try:
+            raise problem
+        finally:
+            del problem  # else the error, its traceback and this frame would be a cycle
+
+
 def _compare_column(digests: list[int], fact: Fact, comm: Comm) -> None:
     counts = Counter(digests)
     if len(counts) == 1:
         return
     (common, votes), *_ = counts.most_common()
-    end = f"(I am rank {comm.rank}); {fact.remedy}. Nothing was sent."
+    end = f"(I am rank {comm.rank}); {fact.remedy}. {fact.ending}"
     if votes * 2 > comm.size:
         odd = [rank for rank, value in enumerate(digests) if value != common]
         verb = fact.verb if len(odd) == 1 else fact.verb.removesuffix("s")
@@ -123,6 +130,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.packs = 0  # made so far
+        self.asked = 0  # calls that were compared before they were made
         self.running = 0
         self.calls: Counter[str] = Counter()
 
@@ -142,6 +150,7 @@ class Ledger:
             "other calls on the packs before this one than the rest",
             f"all ranks must make the same calls in the same order, with the same dtypes, shapes and options; "
             f"since the pack before, this rank made {made}",
+            "Those calls have run: do not trust results and gradients since then.",
         )
         self.running, self.calls = 0, Counter()
         return fact

@@ -10,7 +10,7 @@ Tokens travel as bytes, so every dtype does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -183,19 +183,20 @@ def reduce_scatter_v(x: Tensor, counts: Sequence[int], comm: Comm) -> Pending[Te
     send_splits = [0 if peer == comm.rank else n for peer, n in enumerate(counts)]
     outgoing = torch.cat([x[: starts[comm.rank]], x[starts[comm.rank + 1] :]])
     pending = all_to_all_v(outgoing, send_splits, recv_splits, comm)
+    trailing, given = x.shape[1:], x.dtype  # `finish` must not hold on to x
 
     def finish() -> Tensor:
-        parts = list(pending.wait().view(comm.size - 1, mine, *x.shape[1:]).unbind())
+        parts = list(pending.wait().view(comm.size - 1, mine, *trailing).unbind())
         parts.insert(comm.rank, own)
         total = parts[0].to(dtype, copy=True)
         for part in parts[1:]:
             total += part
-        return total.to(x.dtype)
+        return total.to(given)
 
     return Pending((), finish, (own,))
 
 
-def shift(x: Tensor, into: Tensor, to: int, source: int, comm: Comm) -> Pending[Tensor]:
+def send_next(x: Tensor, into: Tensor, to: int, source: int, comm: Comm) -> Pending[Tensor]:
     """Send `x` to group rank `to` while `into` fills from group rank `source`: one step of a ring."""
     works = send_receive([(to, x)] if x.numel() else [], [(source, into)] if into.numel() else [], comm)
     return Pending(works, lambda: into, (x, into))
@@ -215,19 +216,17 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return accumulation_dtype(dtype) if dtype.is_floating_point else dtype
 
 
-def all_reduce_sum(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
-    """The sums over ranks, as new tensors of the same dtypes, in few messages. Carries no gradient.
+def all_reduce_sum(tensors: Iterable[Tensor], comm: Comm) -> Iterator[Tensor]:
+    """The sums over ranks, as new tensors of the same dtypes, in few messages: one bucket of them exists at a time.
 
-    Every rank must give tensors of the same shapes in the same order.
+    Every rank must give tensors of the same shapes in the same order, and take all of them. Carries no gradient.
     """
-    results: list[Tensor] = []
     for bucket in _buckets(tensors):
         flat = torch.cat([x.detach().reshape(-1).to(sum_dtype(x.dtype)) for x in bucket])
         if comm.group is not None and comm.size > 1 and flat.numel():
             dist.all_reduce(flat, group=comm.group)
         sizes = [x.numel() for x in bucket]
-        results += [part.view(x.shape).to(x.dtype) for part, x in zip(torch.split(flat, sizes), bucket, strict=True)]
-    return results
+        yield from (part.view(x.shape).to(x.dtype) for part, x in zip(torch.split(flat, sizes), bucket, strict=True))
 
 
 def is_sharded(x: Tensor) -> bool:
@@ -235,7 +234,7 @@ def is_sharded(x: Tensor) -> bool:
     return isinstance(x, DTensor)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Runs of neighbours with one dtype and device, about BUCKET_BYTES each."""
     bucket: list[Tensor] = []
     filled = 0

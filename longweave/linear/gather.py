@@ -73,7 +73,7 @@ def gathered(
     whole_param_grads: bool = False,
 ) -> Tensor:
     """As `gather_recompute`, without checks."""
-    run = _Run(fn, shards, len(xs), whole_param_grads)
+    run = _GatherCall(fn, shards, len(xs), whole_param_grads)
     wanted = [p for p in params if p.requires_grad]
     out: Tensor = _GatherRecompute.apply(run, *xs, *wanted)  # type: ignore[no-untyped-call]
     return out
@@ -88,7 +88,7 @@ def _check(xs: Sequence[Tensor], core: PackCore, param_grads: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _GatherCall:
     """What forward and backward share."""
 
     fn: Callable[..., Tensor]
@@ -99,7 +99,7 @@ class _Run:
 
 class _GatherRecompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _Run, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, run: _GatherCall, *tensors: Tensor) -> Tensor:
         xs, shards = tensors[: run.count], run.shards
         ctx.run, ctx.surroundings = run, _Surroundings(xs[0].device, run)
         ctx.save_for_backward(*tensors)  # parameters too: autograd notices when one was changed before backward
@@ -139,7 +139,7 @@ class _Surroundings:
     each of them then answers for the outputs of all.
     """
 
-    def __init__(self, device: torch.device, run: _Run) -> None:
+    def __init__(self, device: torch.device, run: _GatherCall) -> None:
         self.device = device
         self.autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self.seed: int | None = None

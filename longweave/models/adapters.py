@@ -184,22 +184,27 @@ def balancing_loss(router_logits: Sequence[Tensor], num_experts: int, top_k: int
 
     router_logits: for each layer (tokens, num_experts), as Hugging Face models return them.
     """
-    if not router_logits:
-        raise InputError("router_logits is empty; call the model with output_router_logits=True")
+
+    def check() -> None:
+        if not router_logits:
+            raise InputError("router_logits is empty; call the model with output_router_logits=True")
+        for logits in router_logits:
+            if logits.shape != (model_tokens(pack), num_experts):
+                raise InputError(
+                    f"router logits have the shape {tuple(logits.shape)} but this rank has {pack.tokens} tokens and "
+                    f"{num_experts} experts; give those of this batch"
+                )
+
+    pack.core.enter(("balancing loss of", len(router_logits), "layers", num_experts, "experts"), check)
+    check()
     chosen = torch.zeros(num_experts, device=router_logits[0].device)
     likely = chosen.to(accumulation_dtype(router_logits[0].dtype))
     for logits in router_logits:
-        if logits.shape != (model_tokens(pack), num_experts):
-            raise InputError(
-                f"router logits have the shape {tuple(logits.shape)} but this rank has {pack.tokens} tokens and "
-                f"{num_experts} experts; give those of this batch"
-            )
         weights = torch.softmax(logits[: pack.tokens].to(likely.device), dim=-1)
         picks = torch.topk(weights, top_k, dim=-1).indices
         chosen = chosen + torch.bincount(picks.reshape(-1), minlength=num_experts)
         likely = likely + weights.to(likely.dtype).sum(0)
         likely = likely + logits[pack.tokens :].sum() * 0  # a placeholder token must take part in backward
     rows = pack.layout.total * len(router_logits)
-    pack.core.enter(("balancing loss of", num_experts, "experts"), lambda: None)
     (chosen,) = all_reduce_sum([chosen.to(likely.dtype)], pack.core.comm)
     return num_experts * torch.sum(chosen / rows * (likely / rows))

@@ -22,6 +22,7 @@ from longweave.pack import Pack
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.schedule import OPTIONS
+from longweave.tensors import kind_of
 
 
 class Batch:
@@ -104,8 +105,8 @@ class Batch:
     def reduce_loss(self, loss: Tensor) -> Tensor:
         """The SUM over ranks of a loss, to be logged: the loss of the whole batch on every rank, without gradient."""
         core = self.pack.core
-        core.enter(("reduce_loss of", loss.dtype, loss.shape), lambda: None)
-        return all_reduce_sum([loss], core.comm)[0]
+        core.enter(("reduce_loss of", kind_of(loss, per_token=False)), lambda: None)
+        return next(all_reduce_sum([loss], core.comm))
 
     # -- tokens ------------------------------------------------------------------------------------
 
@@ -117,16 +118,20 @@ class Batch:
         parameter gradient is then the part of its own tokens, and the SUM over ranks the full gradient. So do not
         divide such a loss by the number of ranks, and do not sum it for logging.
         """
-        local = self.local_logprobs(logits, temperature)
         core = self.pack.core
-        core.enter(("logprobs of", local.dtype), lambda: None)
+
+        def check() -> None:
+            self._flat(logits, "logits")
+            _check_temperature(temperature)
+
+        core.enter(("logprobs of", getattr(logits, "dtype", None)), check)
+        local = self.local_logprobs(logits, temperature)
         full: Tensor = GatherSame.apply(local, core.shards)  # type: ignore[no-untyped-call]
         return unshift(full, core.cu_seqlens) if self._moved_labels else full
 
     def local_logprobs(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
         """log p of this rank's `targets`: (tokens,), 0 where ignored. No communication."""
-        if not temperature > 0:
-            raise InputError(f"temperature is {temperature}; give a positive number")
+        _check_temperature(temperature)
         flat = self._flat(logits, "logits")
         if temperature != 1.0:
             flat = flat / temperature
@@ -141,13 +146,13 @@ class Batch:
         core, n = self.pack.core, model_tokens(self.pack)
 
         def check() -> None:
-            if tuple(x.shape[:2]) != (1, n):
+            if not isinstance(x, Tensor) or tuple(x.shape[:2]) != (1, n):
                 raise InputError(
                     f"x has the shape {tuple(x.shape)}; give what the model returned for this batch, (1, {n}, …), or "
                     "call batch.pack.unshard(x, dim) for a tensor whose dimension dim has this rank's tokens"
                 )
 
-        core.enter(("unshard of a model's", x.dtype, x.shape[2:]), check)
+        core.enter(("unshard of a model's", getattr(x, "dtype", None), tuple(getattr(x, "shape", ())[2:])), check)
         return core.shards.unshard(x[:, : core.tokens], 1)
 
     def to_rows(self, x: Tensor, fill: float = 0) -> Tensor:
@@ -193,6 +198,11 @@ class Batch:
 
     def __repr__(self) -> str:
         return f"<Batch of {self.pack.layout.total} tokens, {self.num_valid} valid; {self.pack!r}>"
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise InputError(f"temperature is {temperature}; give a positive number")
 
 
 def shard_batch(
@@ -268,7 +278,7 @@ def shard_batch(
             "give every rank of the group the same full batch (seed the loader by the data-parallel rank only)",
         )
 
-    core, _ = agreed_core(group, make)
+    core = agreed_core(group, make)
     assert packed is not None
     return Batch(packed, Pack.around(core), ignore_index)
 

@@ -111,11 +111,12 @@ def reduce_gradients(model: nn.Module | Iterable[Tensor], group: Group = None) -
     comm = resolve(group)
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     parameters = [p for p in parameters if p.requires_grad]
-    problem, held = None, []
+    problem: Exception | None = None
+    held: list[object] = []
     try:
         _refuse_fsdp(parameters, comm)
         held = [(tuple(_local(p).shape), _grad_dtype(p)) for p in parameters]
-    except InputError as error:
+    except Exception as error:
         problem = error
     same_parameters = Fact(
         str(held),
@@ -132,7 +133,7 @@ def _reduce(parameters: Sequence[Tensor], comm: Comm) -> None:
     if comm.size == 1 or not parameters:
         return
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=comm.control_device)
-    present = all_reduce_sum([has], comm)[0].tolist()
+    present = next(all_reduce_sum([has], comm)).tolist()
     grads = [_own_grad(p) for p, count in zip(parameters, present, strict=True) if count]
     for grad, total in zip(grads, all_reduce_sum(grads, comm), strict=True):
         grad.copy_(total)
@@ -186,4 +187,4 @@ def reduce_sum(value: float, group: Group = None) -> float:
     """The SUM of a number over the ranks of a group, such as valid tokens over data-parallel replicas."""
     comm = resolve(group)
     x = torch.tensor([value], dtype=torch.float64, device=comm.control_device)
-    return float(all_reduce_sum([x], comm)[0])
+    return float(next(all_reduce_sum([x], comm)))

@@ -28,8 +28,8 @@ STRATEGIES = tuple(OPTIONS)
 class Plan:
     """Who computes what and how K/V gets there. Make it with `make_plan`.
 
-    Frozen and hashable; plans that exchange the same messages are equal and have the same `fingerprint`. It pickles, so
-    a data-loader worker can make it.
+    Frozen and hashable; plans for the same head shape that exchange the same messages are equal and have the same
+    `fingerprint`. It pickles, so a data-loader worker can make it.
     """
 
     mask: Mask
@@ -50,7 +50,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         digest = blake2b(digest_size=16)
-        runs = str((self.ulysses_size, self.stages, self.keep_kv, self.head_strides))
+        runs = str((self.shape, self.ulysses_size, self.stages, self.keep_kv, self.head_strides))
         for part in (self.mask.fingerprint, self.layout.fingerprint, self.strategy, runs):
             digest.update(part.encode())
         return digest.hexdigest()

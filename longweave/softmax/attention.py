@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longweave.core import PackCore
 from longweave.errors import InputError
-from longweave.pack import Pack
+from longweave.pack import Pack, checked_core
 from longweave.plan.mask import Mask
 from longweave.softmax.operators import call_operator
 from longweave.tensors import eager
@@ -72,13 +72,12 @@ def attention(
         pack = lw.Pack(cu_seqlens, group)
         out = lw.attention(q, k, v, pack)
     """
-    if not isinstance(pack, Pack):
-        raise InputError(f"pack is a {type(pack).__name__}; make one per batch: lw.Pack(cu_seqlens, group)")
-    misfit = _misfit(q, k, v, window, strategy, scale, softcap, sinks, backend)
+    core = checked_core(pack)
+    misfit = _misfit(q, k, v, mask, window, strategy, scale, softcap, sinks, backend)
     if misfit is None and strategy_options.pop("dropout_p", 0):
         misfit = "dropout_p is not 0; attention across ranks has no dropout: leave it out"
     if misfit is not None:
-        _refuse(pack.core, misfit)
+        _refuse(core, misfit)
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -88,14 +87,16 @@ def attention(
 
 
 def _misfit(
-    q: object, k: object, v: object, window: object, strategy: object, scale: object, softcap: object, sinks: object,
-    backend: object,
+    q: object, k: object, v: object, mask: object, window: object, strategy: object, scale: object, softcap: object,
+    sinks: object, backend: object,
 ) -> str | None:  # fmt: skip
     """What is wrong with arguments that the operator could not even be called with."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return "q, k and v must be tensors of shape (tokens, heads, dim)"
     if sinks is not None and not isinstance(sinks, Tensor):
         return f"sinks is a {type(sinks).__name__}; give a tensor with one logit per query head"
+    if mask is not None and not isinstance(mask, str | Mask):
+        return f"mask is a {type(mask).__name__}; give 'causal', 'full' or a Mask, such as lw.Mask.from_slices(…)"
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         return f"window is {window!r}; give the number of tokens seen, itself included, at least 1, or None"
     for name, text in (("backend", backend), ("strategy", strategy)):

@@ -1,6 +1,6 @@
 """One attention call on a pack: which plan and strategy it gets, and its forward and backward on this rank's tokens.
 
-Call (mask, window, strategy, options, …) + head shape ──▶ Runner: plan, strategy      made once, kept by the pack
+Call (mask, window, strategy, options, …) + head shape ──▶ PlannedCall: plan, strategy      made once, kept by the pack
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from longweave.softmax.allgather import AllGatherStrategy
 from longweave.softmax.groupcast import GroupCastStrategy
 from longweave.softmax.ring import RingStrategy
 from longweave.softmax.strategy import Result, Strategy
+from longweave.tensors import kind_of
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "groupcast": GroupCastStrategy,
@@ -52,7 +53,7 @@ class Call(NamedTuple):
         return choose(q, k, v, scale, self.softcap, core.backend if self.backend == "auto" else self.backend)
 
 
-class Runner:
+class PlannedCall:
     """The plan of a kind of call on a pack, and its strategy."""
 
     def __init__(self, core: PackCore, way: tuple[str, int | None, str, str], shape: Shape) -> None:
@@ -60,36 +61,38 @@ class Runner:
         mask: str | Mask | None = core.masks.get(name, name) if name else None
         self.plan = core.plan(mask, window, strategy, shape, _read(options))
         # Calls that come to the same plan, such as a window that cuts nothing, share one.
-        self.strategy = core.once(_strategy, self.plan, shape)
+        self.strategy = core.once(_strategy, self.plan)
 
 
-def _strategy(core: PackCore, plan: Plan, shape: Shape) -> Strategy:
+def _strategy(core: PackCore, plan: Plan) -> Strategy:
     return STRATEGIES[plan.strategy](plan, core.shards)
 
 
 def needs_inputs(core: PackCore, call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Does backward want q, k, v and out of this rank's tokens?"""
-    shape = Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
-    return core.once(Runner, call.way, shape).strategy.needs_inputs
+    return core.once(PlannedCall, call.way, _shape(q, k, v)).strategy.needs_inputs
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    return Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
 
 
 def forward(
     core: PackCore, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool
 ) -> Result:
     """From token-first q, k, v. Of the result, out is (T, H, Dv) in the dtype of q and lse (T, H), if asked for."""
-    tensors = (*(part for x in (q, k, v) for part in (x.dtype, tuple(x.shape[1:]))), sinks is not None)
+    tensors = (*map(kind_of, (q, k, v)), kind_of(sinks, per_token=False), q.device, sinks is None or sinks.device)
     core.enter(
         ("attention of q, k, v, sinks", *tensors, "with", *zip(Call._fields, call, strict=True), "lse", return_lse),
         lambda: _check(core, q, k, v, sinks, call),
     )
     core.check_tokens(q, k, v)
-    shape = Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
-    runner = core.once(Runner, call.way, shape)
-    core.plans[runner.plan] = core.plans.get(runner.plan, 0) + 1
+    planned = core.once(PlannedCall, call.way, _shape(q, k, v))
+    core.plans[planned.plan] = core.plans.get(planned.plan, 0) + 1
     kernel = call.kernel(core, q, k, v)
     q_heads, k_heads, v_heads = (x.transpose(0, 1).contiguous() for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):  # dtypes were decided before
-        result = runner.strategy.forward(kernel, q_heads, k_heads, v_heads, sinks, return_lse)
+        result = planned.strategy.forward(kernel, q_heads, k_heads, v_heads, sinks, return_lse)
     out = result.out.transpose(0, 1).to(q.dtype).contiguous()
     lse = None
     if return_lse and result.lse is not None:
@@ -113,7 +116,7 @@ def backward(
     """
     heads, kv_heads, dim = sizes
     tokens, _, v_dim = grad_out.shape
-    strategy = core.once(Runner, call.way, Shape(heads, kv_heads, dim, v_dim, kept.element_size())).strategy
+    strategy = core.once(PlannedCall, call.way, Shape(heads, kv_heads, dim, v_dim, kept.element_size())).strategy
     dims = ((heads, dim), (kv_heads, dim), (kv_heads, v_dim))
     kernel = call.kernel(core, *(kept.new_empty((0, *pair)) for pair in dims))
     with torch.autocast(grad_out.device.type, enabled=False):
@@ -159,10 +162,11 @@ def _check(core: PackCore, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
         raise InputError(f"q, k, v are on {q.device}, {k.device}, {v.device}; put them on one device")
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise InputError(f"sinks has shape {tuple(sinks.shape)}; give one logit per query head, ({q.shape[1]},)")
+    if sinks is not None and not sinks.is_floating_point():
+        raise InputError(f"sinks is {sinks.dtype}; give floating logits")
     if sinks is not None and sinks.device != q.device:
         raise InputError(f"sinks is on {sinks.device} and q on {q.device}; put them on one device")
     if call.softcap is not None and not call.softcap > 0:
         raise InputError(f"softcap is {call.softcap}; give a positive number or None")
-    shape = Shape(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
-    core.once(Runner, call.way, shape)
+    core.once(PlannedCall, call.way, _shape(q, k, v))
     call.kernel(core, q, k, v)

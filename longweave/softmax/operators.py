@@ -2,12 +2,12 @@
 
                          what backward needs besides the inputs          sizes
     attention            its outputs: autograd and its hooks see them    as they are
-    attention_in_graph   held by the memory of `ticket`, an output       none that a graph would have to guess
+    attention_in_graph   held by the memory of a handle, an output       none that a graph would have to guess
 
 All take the pack's handle, a tensor, because that is no constant of a graph; only numbers of tokens are symbols in it.
 Keys that a strategy received, and tensors in exchanged form, have sizes that only the pack knows. A graph with such
-outputs would be broken around every call, so there they hang on a ticket: a number whose memory holds on to them.
-Autograd keeps the ticket until backward is done, and frees it, and them, with the rest of the graph.
+outputs would be broken around every call, so there they hang on a handle of their own (`longweave.tensors.Handles`):
+autograd keeps it until backward is done, and frees it, and them, with the rest of the graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longweave.pack import core_of
 from longweave.softmax.calls import Call, backward, forward, needs_inputs
-from longweave.tensors import Tickets, accumulation_dtype
+from longweave.tensors import Handles, accumulation_dtype
 
 CallArguments = tuple[str, int | None, str, float | None, float | None, str, str]  # the fields of a Call
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -75,8 +75,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
     q, k, v, sinks, handle, *call, _ = inputs
     out, _, kept, kept_lse = output
     ctx.sizes, ctx.call, ctx.has_sinks = [q.shape[1], k.shape[1], q.shape[2]], call, sinks is not None
-    needed = needs_inputs(core_of(handle), Call(*call), q, k, v)
-    # The handle keeps what backward needs of the pack.
+    ctx.core = core_of(handle)  # what backward needs of the pack, also where a hook copies the handle
+    needed = needs_inputs(ctx.core, Call(*call), q, k, v)
     ctx.save_for_backward(
         handle, kept, kept_lse, *([sinks] if ctx.has_sinks else []), *([q, k, v, out] if needed else [])
     )
@@ -108,7 +108,7 @@ class Kept:
     lse: Tensor
 
 
-_tickets: Tickets[Kept] = Tickets()
+_kept: Handles[Kept] = Handles()
 
 
 @torch.library.custom_op(
@@ -117,21 +117,21 @@ _tickets: Tickets[Kept] = Tickets()
 def _attention_in_graph(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and the ticket of what backward needs."""
+    """out, lse, and the handle of what backward needs."""
     out, lse, kept, kept_lse = _run(q, k, v, sinks, handle, *arguments)
-    return out, lse, _tickets.issue(Kept(kept, kept_lse))
+    return out, lse, _kept.issue(Kept(kept, kept_lse))
 
 
 @torch.library.custom_op(
     "longweave::attention_in_graph_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor ticket, {_BACKWARD}",
+    schema=f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor kept_handle, {_BACKWARD}",
 )
 def _attention_in_graph_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ticket: Tensor, sinks: Tensor | None,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept_handle: Tensor, sinks: Tensor | None,
     handle: Tensor, sizes: list[int], *call: Any,
 ) -> Four:  # fmt: skip
-    held = _tickets.find(ticket)
+    held = _kept.find(kept_handle)
     return backward(core_of(handle), Call(*call), sizes, grad_out, [q, k, v, out], held.kept, held.lse, sinks)
 
 
@@ -146,7 +146,7 @@ def _(
 
 @_attention_in_graph_backward.register_fake
 def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ticket: Tensor, sinks: Tensor | None,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept_handle: Tensor, sinks: Tensor | None,
     *rest: Any,
 ) -> Four:  # fmt: skip
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -155,16 +155,16 @@ def _(
 
 def _setup_in_graph(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, sinks, handle, *call, _ = inputs
-    out, _, ticket = output
+    out, _, kept_handle = output
     ctx.sizes, ctx.call, ctx.has_sinks = [q.shape[1], k.shape[1], q.shape[2]], call, sinks is not None
     # Which strategy runs is not known while the graph is traced: the inputs are kept in any case.
-    ctx.save_for_backward(q, k, v, out, ticket, handle, *([sinks] if ctx.has_sinks else []))
+    ctx.save_for_backward(q, k, v, out, kept_handle, handle, *([sinks] if ctx.has_sinks else []))
 
 
 def _differentiate_in_graph(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    q, k, v, out, ticket, handle, *sinks = ctx.saved_tensors
+    q, k, v, out, kept_handle, handle, *sinks = ctx.saved_tensors
     grads = torch.ops.longweave.attention_in_graph_backward(
-        grad_out, q, k, v, out, ticket, sinks[0] if sinks else None, handle, ctx.sizes, *ctx.call
+        grad_out, q, k, v, out, kept_handle, sinks[0] if sinks else None, handle, ctx.sizes, *ctx.call
     )
     return _gradients(ctx, grads)
 

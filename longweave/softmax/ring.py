@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.comm.exchange import Comm, Pending, all_to_all_v, shift
+from longweave.comm.exchange import Comm, Pending, all_to_all_v, send_next
 from longweave.kernels.attention import Kernel, zeros_like_sum
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
 from longweave.plan.heads import HeadSplit, split_heads
@@ -146,7 +146,7 @@ class Ring:
     def pass_on(self, x: Tensor, into: Tensor, step: int) -> Pending[Tensor]:
         """To the peer `step` places on, from the peer `step` places back."""
         to, source = (self.index + step) % self.size, (self.index - step) % self.size
-        return shift(x, into, self.peers[to], self.peers[source], self.comm)
+        return send_next(x, into, self.peers[to], self.peers[source], self.comm)
 
 
 def ring_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tasks: Sequence[Tasks], ring: Ring) -> Partial:

@@ -2,8 +2,8 @@
 
 Planning: nothing is kept from one batch to the next, so every batch pays it. Layer calls: tensors so small that the
 arithmetic is nothing, so what is left is ours and gloo's: two local ranks with 128 tokens each, float32, one thread a
-rank. Softmax layers have 8:2 heads, head dim 64; the gated delta rule has 4 heads with states of 128 × 128. All calls go
-to one pack, as the layers of a model do.
+rank. Softmax layers have 8:2 heads, head dim 64; the gated delta rule has 4 heads with states of 128 × 128. All calls
+go to one pack, as the layers of a model do.
 """
 
 from __future__ import annotations
