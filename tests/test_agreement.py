@@ -413,3 +413,21 @@ def test_a_known_call_beside_a_new_one_is_compared_too(ranks: Ranks) -> None:
                 name,
                 said,
             )
+
+
+def on_a_subgroup(members: list[int]) -> str:
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return ""
+    odd = dist.get_rank() == members[1]
+    said = catch(lambda: lw.Pack([0, 11, 24] if odd else CU, group))
+    pack = lw.Pack(CU, group)
+    return f"{said}\n{catch(lambda: attend(pack, scale=0.5 if odd else 1.0))}"
+
+
+def test_ranks_are_named_as_the_group_counts_them(ranks: Ranks) -> None:
+    found = ranks.run(on_a_subgroup, [0, 2, 3], size=4, timeout=30)
+    for rank in (0, 2, 3):
+        first, second = found[rank].splitlines()
+        assert first.startswith("GroupError: rank 1 of the group holds another pack"), first
+        assert second.startswith("GroupError: rank 1 of the group makes another call"), second

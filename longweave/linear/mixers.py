@@ -8,8 +8,8 @@
     ssd (Mamba2)                S_t = e^{A Δ_t} S_{t−1} + Δ_t B_t x_tᵀ                                    scalar
     lightning_attention         S_t = λ S_{t−1} + k_t v_tᵀ; without λ, linear attention                   scalar, none
 
-Tensors hold this rank's tokens, in the order of `pack.layout`, and every document begins with S = 0. The shapes are
-those of the one-rank functions of the same names in `longweave.kernels.recurrence`. All take `method`:
+Tensors hold this rank's tokens, in the order of `pack.layout`, and every document begins with S = 0. Shapes are
+in the docstrings below. All take `method`:
 
     "affine"     summaries of fragments travel; works on the layout as it is
     "reshard"    tokens travel to a contiguous layout and back

@@ -63,7 +63,7 @@ class ChainStep:
 
 @dataclass(frozen=True, eq=False)
 class RankChains:
-    """One rank's part: fragments by role (indices into its fragments in local order), messages and walks.
+    """One rank's part: local tokens of its fragments by role, messages and walks.
 
     Own rows: of U, HEAD then MID; of M, MID; of C, MID then LAST. Waiting fragments: forward, MID then LAST; backward,
     HEAD then MID.
