@@ -4,8 +4,8 @@
 bytes              nothing           only what moves         each shard to every rank
 gradient           scatter           the reverse route       SUM over ranks, home to the owner
 
-These take a layout and a group; those that send compare the ranks in every call. A pack was compared when it was made, so
-`pack.shard` and `pack.unshard` use `Shards` directly; what they look up is made once and lives in the pack.
+These take a layout and a group; those that send compare the ranks in every call. A pack was compared when it was made:
+`pack.shard` and `pack.unshard` use `Shards` directly, and what they look up is made once and lives in the pack.
 """
 
 from __future__ import annotations
