@@ -26,7 +26,7 @@ def main() -> None:
 def plan(
     lengths: list[int] = typer.Argument(..., help="Document lengths, such as 137 2041 89."),  # noqa: B008
     ranks: int = 4,
-    layout: str = typer.Option("balanced", help="balanced, zigzag or contiguous."),
+    layout: str = typer.Option("auto", help="auto, balanced, zigzag or contiguous."),
     strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
     heads: int = Shape.heads,
     kv_heads: int = Shape.kv_heads,
@@ -44,6 +44,7 @@ def plan(
     try:
         mask = Mask.causal(cu_seqlens)
         makers = {
+            "auto": lambda: Layout.zigzag(cu_seqlens, ranks) if len(lengths) == 1 else Layout.balanced(mask, ranks),
             "balanced": lambda: Layout.balanced(mask, ranks),
             "zigzag": lambda: Layout.zigzag(cu_seqlens, ranks),
             "contiguous": lambda: Layout.contiguous(cu_seqlens[-1], ranks),

@@ -174,6 +174,11 @@ class PackCore:
             **{**own, **options},
         )
 
+    @property
+    def was_used(self) -> bool:
+        """Was any operator across ranks called on it?"""
+        return bool(self._calls)
+
     # -- calls -------------------------------------------------------------------------------------
 
     def enter(self, kind: Kind, check: Callable[[], object]) -> None:
@@ -192,7 +197,7 @@ class PackCore:
             except Exception as error:
                 problem = error
             try:
-                description = " ".join(map(str, kind)) if call is None else call[0]
+                description = " ".join(map(_shown, kind)) if call is None else call[0]
                 if ask:
                     self._ledger.asked += 1
                     compare(self.comm, [same_calls(description)], problem)
@@ -225,6 +230,13 @@ class PackCore:
                     f"a tensor of shape {tuple(x.shape)} came in, but rank {self.comm.rank} has {self.tokens} tokens; "
                     "give this rank's tokens first, in the order of pack.layout"
                 )
+
+
+def _shown(part: object) -> str:
+    """A part of a kind in an error text: ("scale", 0.5) is an option, ("window", None) one that was not given."""
+    if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
+        return f"{part[0]}={part[1]!r}"
+    return str(part).replace("torch.", "")
 
 
 def check_method(method: object) -> None:

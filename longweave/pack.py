@@ -14,6 +14,7 @@ Made once per batch, given to every operator, and all of it is freed with it. It
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -147,7 +148,10 @@ class Pack:
         """
         if self.plans and not shape:
             return self.plans[0].report()
-        return self.core.plan(None, None, "auto", Shape(**shape), {}).report()
+        assumed = Shape(**shape)
+        report = self.core.plan(None, None, "auto", assumed, {}).report()
+        heads = f"{assumed.heads}:{assumed.kv_heads} heads of {assumed.head_dim}"
+        return report if shape else replace(report, why=f"no attention layer has run yet, for {heads}; {report.why}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pack:
         """A pack is shared, not copied: ranks have agreed on this one."""

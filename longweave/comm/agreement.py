@@ -109,7 +109,8 @@ def _compare_column(digests: list[int], fact: Fact, comm: Comm) -> None:
         raise GroupError(f"{named(odd)} of the group {verb} {fact.difference} {end}")
     camps = [[rank for rank, value in enumerate(digests) if value == seen] for seen in counts]
     listed = " / ".join(named(camp) for camp in camps)
-    each = f"each {fact.verb} {fact.difference}"
+    # Nobody is the rest: "another batch than the rest" becomes "another batch".
+    each = f"each {fact.verb} {fact.difference.removesuffix(' than the rest')}"
     raise GroupError(f"the ranks of the group disagree: {listed} {each} {end}")
 
 

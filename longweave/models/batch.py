@@ -6,6 +6,7 @@ documents, mask, layout, …   ──▶ Pack ──────────┘ 
 
 from __future__ import annotations
 
+import warnings
 from difflib import get_close_matches
 from typing import Any
 
@@ -79,6 +80,7 @@ class Batch:
             batches, or of all data-parallel replicas (`lw.reduce_sum`).
         """
         flat = self._flat(logits, "logits")
+        self._warn_if_unused()
         total = weighted_sum(flat, self._model_targets(), self._model_weights(), self.ignore_index)
         return total / self._items(num_items)
 
@@ -99,6 +101,7 @@ class Batch:
             loss = batch.chunked_loss(hidden, model.lm_head.weight)
         """
         flat, targets = self._flat(hidden, "hidden"), self._model_targets()
+        self._warn_if_unused()
         total = chunked_sum(flat, weight, bias, targets, self._model_weights(), self.ignore_index, chunk)
         return total / self._items(num_items)
 
@@ -163,11 +166,23 @@ class Batch:
         if x.ndim > 1 and x.shape[:2] == (1, total):
             x = x[0]
         if x.shape[0] != total:
-            raise InputError(f"x has the shape {tuple(x.shape)}; give (total, …) with the {total} tokens")
+            raise InputError(
+                f"x has the shape {tuple(x.shape)}; give (total, …) with the {total} tokens: batch.unshard(x) makes it "
+                "of what the model returned"
+            )
         out = x.new_full((rows.batch * rows.seq, *x.shape[1:]), fill)
         return out.index_copy(0, rows.places.to(x.device), x).view(rows.batch, rows.seq, *x.shape[1:])
 
     # ----------------------------------------------------------------------------------------------
+
+    def _warn_if_unused(self) -> None:
+        """A model that is not parallel takes the inputs too, and its tokens then see only those of their own rank."""
+        if self.pack.world_size > 1 and not self.pack.core.was_used:
+            warnings.warn(
+                "no operator across ranks was called on this batch: if the model mixes tokens, those of each rank saw "
+                "only each other. Call lw.parallelize(model, group), or lw.attention and its siblings with batch.pack",
+                stacklevel=3,
+            )
 
     def _model_targets(self) -> Tensor:
         return with_placeholder(self.targets, self.pack, self.ignore_index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from hashlib import blake2b
 
@@ -122,6 +123,8 @@ def make_plan(
             best, *others = estimates(found, layout, shape, machine)
             strategy = best.strategy
             why = f"fastest by the cost model: {best}; " + ", ".join(map(str, others))
+            if "groupcast" not in {best.strategy, *(other.strategy for other in others)}:
+                why += "; no groupcast, nearly every key is needed everywhere"
         if strategy == "groupcast":
             most = int(max(found.sent.max(), found.received.max()))
             compute = int(found.area.max()) * machine.seconds_per_pair(shape)
@@ -155,7 +158,9 @@ def check_options(strategy: str, options: Mapping[str, object]) -> dict[str, int
     found: dict[str, int] = {}
     for name, value in options.items():
         if name not in every:
-            raise InputError(f"there is no option {name!r}; attention across ranks has {', '.join(every)}")
+            near = get_close_matches(name, [*every, "strategy", "method", "backend", "layout", "mask", "window"], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(f"there is no option {name!r}; attention across ranks has {', '.join(every)}{hint}")
         if name not in taken:
             owners = " and ".join(owner for owner, names in OPTIONS.items() if name in names)
             raise InputError(f"{name} goes with {owners}; strategy {strategy} takes {', '.join(taken)}")

@@ -423,3 +423,17 @@ def tensor_parallel() -> None:
 
 def test_gradients_of_tensor_parallel_models(ranks: Ranks) -> None:
     ranks.run(tensor_parallel, size=4)
+
+
+def not_parallel() -> None:
+    """A model that is not parallel takes the inputs, too: its tokens see only those of their own rank."""
+    batch = lw.shard_batch(data().ids, CU)
+    logits = torch.randn(1, max(batch.pack.tokens, 1), VOCAB)
+    with pytest.warns(UserWarning, match="no operator across ranks was called"):
+        batch.loss(logits)
+    lw.shift(batch.input_ids, batch.pack)
+    batch.loss(logits)  # a warning would be an error here
+
+
+def test_a_model_that_is_not_parallel_is_noticed(ranks: Ranks) -> None:
+    ranks.run(not_parallel, size=2)
