@@ -294,7 +294,7 @@ def test_on_later_packs_a_call_that_differs_is_named_by_the_next_pack(ranks: Ran
         times = 1 if rank == ODD else 2  # once with all ranks, once with another activation on one of them
         assert f"this rank made {times} × causal_conv1d of" in found["activation"][1]
         assert ("; 1 × causal_conv1d of" in found["activation"][1]) == (rank == ODD)
-        assert ("'qk_l2norm', True" in found["l2norm"][1]) == (rank == ODD)
+        assert ("qk_l2norm=True" in found["l2norm"][1]) == (rank == ODD)
 
 
 def messages(strategy: str) -> dict[str, tuple[int, int]]:

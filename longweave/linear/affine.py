@@ -108,7 +108,7 @@ def _forward(
     H, _, V = head.state_shape
     out = inputs[0].new_empty((len(inputs[0]), H, V))
     runs = {Role.HEAD: run(head, out=out, want_states=want_states)}
-    U, M = summary(mid, all_transitions=True)
+    U, M = summary(mid)
     own = Summaries(torch.cat([_final_states(runs[Role.HEAD]), U]), _transitions(mixer, M, U))
     arriving = chains.forward.exchange(own)
 

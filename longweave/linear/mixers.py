@@ -62,8 +62,8 @@ def gated_delta_rule(
     g: log decay (tokens, Hv), normally ≤ 0; None is no decay (DeltaNet). beta: (tokens, Hv).
     method: "auto", "affine", "reshard" or "gather", see `longweave.linear.mixers`.
     scale: of q; K^-1/2 by default. qk_l2norm: use x·rsqrt(Σx² + 1e-6) of q and k.
-    backend: the kernel for documents that are not cut, see `longweave.kernels.recurrence.delta_rule`; cut ones need
-        "torch".
+    backend: for documents that are not cut: "torch" (any device), "recurrent" (the reference loop), "fla" (CUDA,
+        flash-linear-attention), or "auto": "fla" where it can serve, else "torch". Cut ones need "torch".
     check_finite: refuse, on all ranks, a g that has NaN or ±∞. Waits for the device and for the other ranks.
 
     Returns out (tokens, Hv, V) in the dtype of q. States are float32 (float64 for float64 inputs), also under autocast.

@@ -30,7 +30,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -44,16 +43,6 @@ class Role(IntEnum):
     HEAD = 1
     MID = 2
     LAST = 3
-
-
-class Fragment(NamedTuple):
-    """One fragment on its rank: its local tokens, its document, and its place in the document's chain."""
-
-    start: int
-    stop: int
-    document: int
-    position: int
-    role: Role
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +92,8 @@ class Fragments:
         rows = np.flatnonzero(self.ranks == rank)
         return rows[np.argsort(self.local_starts[rows], kind="stable")]
 
-    def of(self, rank: int) -> tuple[Fragment, ...]:
-        """The fragments of a rank, in the order of its local tokens, which they fill without gaps."""
-        return tuple(
-            Fragment(*span, int(self.documents[row]), int(self.positions[row]), Role(int(self.roles[row])))
-            for span, row in zip(self.local_spans(rank), self.rows_of(rank), strict=True)
-        )
-
     def local_spans(self, rank: int) -> tuple[Span, ...]:
+        """Where they lie in the rank's local tokens, which they fill without gaps."""
         rows = self.rows_of(rank)
         starts = self.local_starts[rows]
         return tuple(map(Span, starts.tolist(), (starts + self.stops[rows] - self.starts[rows]).tolist()))
@@ -135,8 +118,9 @@ class Holders:
 def fragments(layout: Layout, cu_seqlens: object) -> Fragments:
     """The fragments of a layout.
 
-    >>> [fragment[:4] for fragment in fragments(Layout.zigzag([0, 12, 18], 2), [0, 12, 18]).of(0)]
-    [(0, 3, 0, 0), (3, 6, 0, 2), (6, 7, 1, 0), (7, 9, 1, 2)]
+    >>> f = fragments(Layout.zigzag([0, 12, 18], 2), [0, 12, 18])
+    >>> [(int(f.documents[row]), int(f.positions[row])) for row in f.rows_of(0)]
+    [(0, 0), (0, 2), (1, 0), (1, 2)]
     """
     cu = as_cu_seqlens(cu_seqlens)
     if int(cu[-1]) != layout.total:

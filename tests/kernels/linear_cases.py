@@ -1,21 +1,29 @@
-"""Every linear mixer as one row of a table: inputs, fast form, reference loop, engine form."""
+"""Every linear mixer as one row of a table: inputs, mixer, reference loop; and the convolution."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longweave.kernels.recurrence import linear_attention as forms
 from longweave.kernels.recurrence import mix
 from longweave.kernels.recurrence.chunks import chunk_table, spans_of
-from longweave.kernels.recurrence.delta_rule import GatedDeltaRule, gated_delta_rule
+from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.kernels.recurrence.mixer import Mixer
 from longweave.kernels.recurrence.reference import recurrent
 
 torch.set_num_threads(1)
+
+
+def on_one_rank(mixer: Mixer, inputs: Sequence[Tensor], cu=None, state=None, *, chunk=None, want_final=True):
+    """Outputs and, if wanted, final states of packed segments."""
+    table = chunk_table(spans_of(cu, len(inputs[0])), chunk)
+    return mix(mixer, inputs, table, state, want_final=want_final)
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,6 @@ class Case:
     decay: str  # "none", "head" or "channel"
     beta: bool
     mixer: Mixer
-    fast: Callable[..., tuple[Tensor, Tensor | None]]
     scale: float = 0.4
 
     def inputs(self, tokens, Hk=2, Hv=2, K=8, V=8, dtype=torch.float64, decay=0.1, seed=0) -> list[Tensor]:
@@ -50,29 +57,17 @@ class Case:
         beta = rest[-1] if self.beta else None
         return recurrent(q, k, v, g, beta, cu, initial_state=state, scale=self.scale, **kw)
 
-    def chunked(self, inputs: Sequence[Tensor], cu: Sequence[int] | None, state: Tensor | None, **kw):
-        return self.fast(*inputs, cu, initial_state=state, output_final_state=True, scale=self.scale, **kw)
+    def chunked(self, inputs: Sequence[Tensor], cu: Sequence[int] | None = None, state: Tensor | None = None, **kw):
+        mixer = replace(self.mixer, qk_l2norm=True) if kw.pop("qk_l2norm", False) else self.mixer
+        return on_one_rank(mixer, engine_inputs(self, inputs), cu, state, **kw)
 
 
-def _delta_net(q, k, v, beta, cu, **kw):
-    return gated_delta_rule(q, k, v, None, beta, cu, **kw)
-
-
-def _head_decay(q, k, v, g, cu, *, initial_state, output_final_state, scale, chunk=64):
-    table = chunk_table(spans_of(cu, len(q)), chunk)
-    return mix(forms.HeadDecay(scale), (q, k, v, g), table, initial_state, want_final=output_final_state)
-
-
-def _linear(q, k, v, cu, **kw):
-    return forms.lightning_attention(q, k, v, None, cu, **kw)
-
-
-GDN = Case("gated delta rule", "head", True, GatedDeltaRule(0.4), gated_delta_rule)
-DELTA = Case("delta rule", "none", True, GatedDeltaRule(0.4), _delta_net)
-KDA = Case("kda", "channel", True, forms.KimiDelta(0.4), forms.kimi_delta_attention)
-GLA = Case("gla", "channel", False, forms.ChannelDecay(0.4), forms.gated_linear_attention)
-HEAD = Case("decay per head", "head", False, forms.HeadDecay(0.4), _head_decay)
-LINEAR = Case("linear attention", "none", False, forms.LinearAttention(0.4), _linear)
+GDN = Case("gated delta rule", "head", True, GatedDeltaRule(0.4))
+DELTA = Case("delta rule", "none", True, GatedDeltaRule(0.4))
+KDA = Case("kda", "channel", True, forms.KimiDelta(0.4))
+GLA = Case("gla", "channel", False, forms.ChannelDecay(0.4))
+HEAD = Case("decay per head", "head", False, forms.HeadDecay(0.4))
+LINEAR = Case("linear attention", "none", False, forms.LinearAttention(0.4))
 CASES = [GDN, DELTA, KDA, GLA, HEAD, LINEAR]
 
 
@@ -82,6 +77,19 @@ def engine_inputs(case: Case, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         q, k, v, beta = inputs
         return (q, k, v, torch.zeros_like(beta), beta)
     return tuple(inputs)
+
+
+def convolution(x, weight, bias=None, cu=None, activation=None, halo=None):
+    """F.conv1d on each segment with its halo in front."""
+    width = weight.shape[1]
+    outs = [x[:0]]
+    for segment, (start, stop) in enumerate(pairwise([0, len(x)] if cu is None else cu)):
+        before = x.new_zeros(width - 1, x.shape[1]) if halo is None else halo[segment]
+        if stop > start:
+            seen = torch.cat([before, x[start:stop]]).t().unsqueeze(0)
+            outs.append(F.conv1d(seen, weight.unsqueeze(1), bias, groups=x.shape[1])[0].t())
+    z = torch.cat(outs)
+    return F.silu(z) if activation == "silu" else z
 
 
 def with_grads(fn, inputs: Sequence[Tensor], state: Tensor | None, seed: int = 7) -> list[Tensor]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
+from linear_cases import convolution
 from linear_ranks import LAYOUTS, PACKS, own_tokens, pack_of
 from torch import Tensor
 
 import longweave as lw
-from longweave.kernels.recurrence import conv
+from longweave.kernels.recurrence.conv import conv_backward, conv_edges
 from longweave.launch import Ranks
 
 PACKS = {**PACKS, "fragments shorter than the halo": [0, 9, 11, 30]}
@@ -24,8 +27,8 @@ def check(pack: lw.Pack, width: int, activation: str | None, with_bias: bool) ->
     cu, channels = pack.cu_seqlens.tolist(), 5
     x, weight, bias, d_out = draw((cu[-1], channels), (channels, width), (channels,), (cu[-1], channels))
     leaves = [x.requires_grad_(), weight.requires_grad_(), *([bias.requires_grad_()] if with_bias else [])]
-    expected = conv.causal_conv1d(x, weight, bias if with_bias else None, cu, activation=activation)
-    whole = torch.autograd.grad(expected, leaves, d_out)
+    expected = convolution(x, weight, bias if with_bias else None, cu, activation)
+    whole = torch.autograd.grad(expected, leaves, d_out, materialize_grads=True)
     mine = own_tokens(pack)
     shards = [x.detach()[mine].requires_grad_(), *(p.detach().requires_grad_() for p in leaves[1:])]
     y = lw.causal_conv1d(*shards, *([] if with_bias else [None]), pack, activation=activation)
@@ -122,7 +125,15 @@ def test_one_process_without_a_group() -> None:
     pack = pack_of("shuffled", cu)
     x, weight = draw((cu[-1], 4), (4, 3))
     y = lw.causal_conv1d(pack.shard(x), weight, None, pack)
-    torch.testing.assert_close(y, pack.shard(conv.causal_conv1d(x, weight, None, cu)))
+    torch.testing.assert_close(y, pack.shard(convolution(x, weight, None, cu)))
+
+
+def test_only_the_inputs_are_kept() -> None:
+    x, weight = torch.randn(500, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        lw.causal_conv1d(x, weight, None, lw.Pack([0, 100, 500]), activation="silu")
+    assert sorted(kept) == [32, 4000]
 
 
 def strided() -> None:
@@ -160,16 +171,15 @@ CUT = [0, 90, 91, 200]
 def bf16_case(width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, weight, upstream gradient, and the gradient of x by the kernel of one rank, uncut."""
     x, weight, d_out = draw((CUT[-1], 64), (64, width), (CUT[-1], 64), dtype=torch.bfloat16)
-    y = conv.causal_conv1d(x.requires_grad_(), weight, None, CUT, activation="silu")
-    (dx,) = torch.autograd.grad(y, x, d_out)
-    return x.detach(), weight, d_out, dx
+    dx, *_ = conv_backward(d_out, x, weight, None, None, conv_edges(list(pairwise(CUT)), width), True)
+    return x, weight, d_out, dx.to(x.dtype)
 
 
 def gradient_of_cut_documents(layout: str, width: int) -> None:
     """Each rounded once: at most half a step of bfloat16 (2⁻⁸ of the value) from the exact gradient."""
     x, weight, d_out, one_rank = bf16_case(width)
     exact_x = x.double().requires_grad_()
-    y = conv.causal_conv1d(exact_x, weight.double(), None, CUT, activation="silu")
+    y = convolution(exact_x, weight.double(), None, CUT, "silu")
     (exact,) = torch.autograd.grad(y, exact_x, d_out.double())
     pack = pack_of(layout, CUT)
     leaf = pack.shard(x).requires_grad_()

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from linear_cases import GDN
+from linear_cases import GDN, convolution, on_one_rank
 from linear_ranks import PACKS, own_tokens, pack_of
 from reference import dense_attention, worst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import longweave as lw
-from longweave.kernels.recurrence import conv, delta_rule
+from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.launch import Ranks
 
 CU = [0, 30, 31, 50]
@@ -32,14 +32,14 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, pack: lw.Pack | None) -> Tensor:
         xs = [project(x) for project in self.qkv]
         if pack is None:
-            xs = [conv.causal_conv1d(y, w, None, CU, activation="silu") for y, w in zip(xs, self.taps, strict=True)]
+            xs = [convolution(y, w, None, CU, "silu") for y, w in zip(xs, self.taps, strict=True)]
         else:
             xs = lw.causal_conv1d(xs, list(self.taps), None, pack, activation="silu")
         q, k, v = (y.unflatten(1, (HEADS, DIM)) for y in xs)
         g, beta = self.gates(x).chunk(2, 1)
         g, beta = -0.01 * F.softplus(g.to(torch.promote_types(g.dtype, torch.float32))), beta.sigmoid()
         if pack is None:
-            y = delta_rule.gated_delta_rule(q, k, v, g, beta, CU, qk_l2norm=True)[0]
+            y = on_one_rank(GatedDeltaRule(DIM**-0.5, qk_l2norm=True), (q, k, v, g, beta), CU)[0]
         else:
             y = lw.gated_delta_rule(q, k, v, g, beta, pack, qk_l2norm=True)
         return x + self.out(y.flatten(1))

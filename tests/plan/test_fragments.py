@@ -1,7 +1,5 @@
 """Fragments and halos, walked by hand on lists of tokens."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,14 +27,14 @@ def test_fragments_are_the_layout_cut_by_the_documents(pack: tuple[Layout, list[
     for rank in range(layout.world_size):
         tokens = layout.indices(rank)
         end = 0
-        for fragment, row in zip(f.of(rank), f.rows_of(rank), strict=True):
-            assert fragment.start == end, "in the order of local tokens, without gaps"
-            end = fragment.stop
-            assert tokens[fragment.start : fragment.stop].tolist() == list(range(f.starts[row], f.stops[row]))
-            length = len(chains[fragment.document])
-            first, last = fragment.position == 0, fragment.position == length - 1
+        for (start, stop), row in zip(f.local_spans(rank), f.rows_of(rank), strict=True):
+            assert start == end, "in the order of local tokens, without gaps"
+            end = stop
+            assert tokens[start:stop].tolist() == list(range(f.starts[row], f.stops[row]))
+            length = len(chains[int(f.documents[row])])
+            first, last = f.positions[row] == 0, f.positions[row] == length - 1
             expected = {(True, True): Role.WHOLE, (True, False): Role.HEAD, (False, True): Role.LAST}
-            assert fragment.role == expected.get((first, last), Role.MID)
+            assert f.roles[row] == expected.get((first, last), Role.MID)
         assert end == len(tokens)
 
 
@@ -72,8 +70,12 @@ def test_halos_are_the_tokens_before_each_fragment(pack: tuple[Layout, list[int]
 def test_borders_however_they_are_given() -> None:
     cu = [0, 7, 20]
     layout = Layout.zigzag(cu, 2)
-    expected = fragments(layout, cu).of(0)
-    assert fragments(layout, np.array(cu)).of(0) == fragments(layout, tuple(cu)).of(0) == expected
+    expected = fragments(layout, cu)
+    for borders in (np.array(cu), tuple(cu)):
+        f = fragments(layout, borders)
+        assert f.local_spans(0) == expected.local_spans(0)
+        assert np.array_equal(f.documents, expected.documents)
+        assert np.array_equal(f.roles, expected.roles)
     with pytest.raises(InputError, match="ends at 19 but the layout has 20"):
         fragments(layout, [0, 19])
 
@@ -81,11 +83,13 @@ def test_borders_however_they_are_given() -> None:
 def test_the_picture() -> None:
     cu = [0, 23, 29, 40]
     layout = Layout.from_spans(40, [[(0, 6), (12, 18), (32, 40)], [(6, 12), (18, 32)]])
+    f = fragments(layout, cu)
     names = {
-        rank: [("ABC"[x.document], x.position, x.role.name) for x in fragments(layout, cu).of(rank)] for rank in (0, 1)
+        rank: [("ABC"[f.documents[row]], f.positions[row], Role(f.roles[row]).name) for row in f.rows_of(rank)]
+        for rank in (0, 1)
     }
     assert names == {
         0: [("A", 0, "HEAD"), ("A", 2, "MID"), ("C", 1, "LAST")],
         1: [("A", 1, "MID"), ("A", 3, "LAST"), ("B", 0, "WHOLE"), ("C", 0, "HEAD")],
     }
-    assert list(itertools.chain(fragments(layout, cu).ranks.tolist())) == [0, 1, 0, 1, 1, 1, 0]
+    assert f.ranks.tolist() == [0, 1, 0, 1, 1, 1, 0]

@@ -2,12 +2,12 @@
 
     mixer.py                            what a mixer says about one chunk: its factors
     chunks.py, factors.py, scan.py      packed segments as chunks, their factors, the scan over them
-    delta_rule.py, linear_attention.py  the mixers, each with a function that takes cu_seqlens
+    delta_rule.py, linear_attention.py  the mixers
     conv.py                             the causal convolution in front of them
     reference.py                        the loop over tokens that all of this is tested against
     fla.py                              flash-linear-attention
 
-The functions make a chunk table for each call. Who keeps a table for a batch calls `mix` with it.
+A chunk table says where the segments lie. Who mixes a batch in many layers makes it once and keeps it.
 """
 
 from __future__ import annotations
@@ -88,8 +88,6 @@ def check_mixer(
     g: Tensor | None = None,
     beta: Tensor | None = None,
     channel_decay: bool = False,
-    initial_state: Tensor | None = None,
-    segments: int = 1,
 ) -> None:
     """Raise InputError unless q, k (tokens, Hk, K), v (tokens, Hv, V), g, beta (tokens, Hv) fit.
 
@@ -101,7 +99,7 @@ def check_mixer(
     if q.shape != k.shape:
         raise InputError(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; they must be equal")
     tokens, Hk, K = k.shape
-    Hv, V = v.shape[1:]
+    Hv = v.shape[1]
     if v.shape[0] != tokens:
         raise InputError(f"v has {v.shape[0]} tokens and k {tokens}; give all inputs the same tokens")
     if Hk == 0 or Hv % Hk:
@@ -110,15 +108,10 @@ def check_mixer(
     for name, gate, shape in (("g", g, decay_shape), ("beta", beta, (tokens, Hv))):
         if gate is not None and tuple(gate.shape) != shape:
             raise InputError(f"{name} has shape {tuple(gate.shape)}; with these q, k, v it must be {shape}")
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("initial_state", initial_state)):  # type: ignore[assignment]
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):  # type: ignore[assignment]
         if x is not None and not x.is_floating_point():
             raise InputError(f"{name} is {x.dtype}; give {FLOATS}")
         if x is not None and x.device != q.device:
             raise InputError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
     if not q.dtype == k.dtype == v.dtype:
         raise InputError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; cast them to one dtype")
-    if initial_state is not None and tuple(initial_state.shape) != (segments, Hv, K, V):
-        raise InputError(
-            f"initial_state has shape {tuple(initial_state.shape)}; "
-            f"with {segments} segments it must be {(segments, Hv, K, V)}"
-        )

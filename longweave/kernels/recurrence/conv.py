@@ -14,8 +14,7 @@ the whole buffer, in strips that stay in the cache. Edge tokens, few, are done t
 that is made once from host integers: `conv_edges`, which a caller may keep for a batch. Backward is the same in
 reverse: z is computed again, nothing but the inputs is kept, and no sum depends on the order of threads.
 
-`conv_forward` and `conv_backward` are plain functions for whoever builds an autograd Function with more in it, such as
-the exchange of halos. `causal_conv1d` is that Function with nothing more.
+`conv_forward` and `conv_backward` are plain functions: the autograd Function around them also exchanges the halos.
 """
 
 from __future__ import annotations
@@ -23,53 +22,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longweave.errors import InputError
-from longweave.kernels.recurrence.chunks import Segment, spans_of
+from longweave.kernels.recurrence.chunks import Segment
 from longweave.tensors import Indices, accumulation_dtype
 
 WIDTHS = range(2, 9)
 STRIP_ELEMENTS = 1 << 18  # 1 MiB of float32: the measured optimum between cache misses and calls
-
-
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
-    *,
-    activation: str | None = None,
-    halo: Tensor | None = None,
-) -> Tensor:
-    """Depthwise causal convolution of x (tokens, C) with weight (C, width), width 2 to 8.
-
-    Args:
-        bias: (C,) or None.
-        cu_seqlens: host integers that rise from 0 to `tokens`; None is one segment.
-        activation: None or "silu".
-        halo: (segments, width − 1, C), the tokens right before each segment, zeros where there are none. Its
-            gradient is computed, too. None is all zeros.
-
-    Returns y (tokens, C) in the dtype of x. Raises InputError if shapes, width or activation do not fit.
-
-    Example: `causal_conv1d(x, weight, bias, [0, 700, 1000], activation="silu")`
-    """
-    check_conv(x, weight, bias, activation)
-    width = weight.shape[1]
-    spans = spans_of(cu_seqlens, len(x))
-    if halo is not None and tuple(halo.shape) != (len(spans), width - 1, x.shape[1]):
-        raise InputError(
-            f"halo has shape {tuple(halo.shape)}; it must be {(len(spans), width - 1, x.shape[1])}: "
-            "one row of width − 1 tokens for each segment"
-        )
-    y: Tensor = _Conv.apply(x, weight, bias, halo, conv_edges(spans, width), activation == "silu")  # type: ignore[no-untyped-call]
-    return y
 
 
 def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
@@ -123,7 +86,11 @@ def conv_edges(spans: Sequence[Segment], width: int) -> Edges:
 def conv_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, halo: Tensor | None, edges: Edges, silu: bool
 ) -> Tensor:
-    """y (tokens, C) in the dtype of x, summed in float32 (float64 for float64). Shapes as in `causal_conv1d`."""
+    """y (tokens, C) in the dtype of x, summed in float32 (float64 for float64).
+
+    x (tokens, C), weight (C, width), bias (C,) or None. halo (segments, width − 1, C): the tokens right before each
+    segment, zeros where there are none; None is all zeros.
+    """
     taps, offset = _taps(x, weight, bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for lo, hi, z in _inner(x, taps, offset):
@@ -177,23 +144,6 @@ def conv_backward(
     dx.index_add_(0, tokens, d_pool[: len(tokens)])  # tokens are distinct: no order to depend on
     d_halo = None if halo is None else d_pool[len(tokens) :].view(halo.shape)
     return dx, d_taps.t().to(weight.dtype), None if bias is None else d_offset.to(bias.dtype), d_halo
-
-
-class _Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halo: Tensor | None, edges: Edges, silu: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, halo)
-        ctx.edges, ctx.silu = edges, silu
-        return conv_forward(x, weight, bias, halo, edges, silu)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, halo = ctx.saved_tensors
-        dx, d_weight, d_bias, d_halo = conv_backward(dy, x, weight, bias, halo, ctx.edges, ctx.silu)
-        return dx.to(x.dtype), d_weight, d_bias, None if d_halo is None else d_halo.to(halo.dtype), None, None
 
 
 def _taps(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

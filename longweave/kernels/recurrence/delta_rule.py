@@ -1,4 +1,4 @@
-"""The gated delta rule on one rank, in chunks, with its backward written out.
+"""The gated delta rule in chunks, with its backward written out.
 
     S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t,   α = e^g
 
@@ -26,16 +26,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.errors import InputError
-from longweave.kernels.recurrence import check_mixer, fla, mix
-from longweave.kernels.recurrence.chunks import chunk_table, spans_of
 from longweave.kernels.recurrence.decay import cumulative, pairwise
 from longweave.kernels.recurrence.mixer import Factors, Kind, Mixer, Pullback
-from longweave.kernels.recurrence.reference import L2_EPS, recurrent
+from longweave.kernels.recurrence.reference import L2_EPS
 
 
 @dataclass(frozen=True)
@@ -122,72 +118,6 @@ class GatedDeltaRule(Mixer):
             return dq, dk, dv.flatten(1, 2), dg.flatten(1, 2), d_beta.flatten(1, 2)
 
         return factors, pullback
-
-
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    cu_seqlens: Sequence[int] | np.ndarray | Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    scale: float | None = None,
-    qk_l2norm: bool = False,
-    backend: str = "auto",
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gated delta rule over packed segments of one rank.
-
-    Args:
-        q, k: (tokens, Hk, K). With `qk_l2norm`, x·rsqrt(Σx² + 1e-6) of each is used.
-        v: (tokens, Hv, V), Hv a multiple of Hk: value head h reads key head h // (Hv / Hk), as in GQA.
-        g: log decay (tokens, Hv), normally ≤ 0; None is no decay (DeltaNet).
-        beta: (tokens, Hv).
-        cu_seqlens: host integers that rise from 0 to `tokens`; None is one segment, equal neighbours an empty one.
-        initial_state: (segments, Hv, K, V); None is zero.
-        scale: of q; K^-1/2 unless given.
-        backend: "torch" (any device), "recurrent" (the reference loop), "fla" (CUDA, flash-linear-attention), or
-            "auto": "fla" where it can serve, else "torch".
-        chunk: tokens per chunk of "torch", a power of two; chosen from the lengths of the segments unless given.
-
-    Returns:
-        out (tokens, Hv, V) in the dtype of q, and final states (segments, Hv, K, V) in float32 (float64 for
-        float64 inputs), or None unless `output_final_state`. Both are differentiable.
-
-    Raises:
-        InputError: shapes, head counts, dtypes or cu_seqlens do not fit.
-        BackendError: the backend named cannot serve this call.
-
-    Example:
-        out, state = gated_delta_rule(q, k, v, g, beta, [0, 700, 1000], output_final_state=True)
-    """
-    spans = spans_of(cu_seqlens, len(q))
-    check_mixer(q, k, v, g=g, beta=beta, initial_state=initial_state, segments=len(spans))
-    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    if backend == "auto":
-        backend = "fla" if fla.can_serve(q) else "torch"
-    if backend == "recurrent":
-        out, final = recurrent(
-            q, k, v, g, beta, cu_seqlens, initial_state=initial_state, scale=scale, qk_l2norm=qk_l2norm
-        )
-        return out, final if output_final_state else None
-    if g is None:
-        g = beta.new_zeros(()).expand(beta.shape)
-    if backend == "fla":
-        return fla.gated_delta_rule(q, k, v, g, beta, spans, initial_state, output_final_state, scale, qk_l2norm)
-    if backend != "torch":
-        raise InputError(f'backend is "{backend}"; choose "auto", "torch", "recurrent" or "fla"')
-    mixer = GatedDeltaRule(scale, qk_l2norm)
-    return mix(
-        mixer,
-        (q, k, v, g, beta),
-        chunk_table(spans, chunk, device=q.device.type),
-        initial_state,
-        want_final=output_final_state,
-    )
 
 
 def _inverse_norm(x: Tensor) -> Tensor:

@@ -57,7 +57,11 @@ def gated_delta_rule(
     scale: float,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Arguments as in `longweave.kernels.recurrence.delta_rule.gated_delta_rule`, checked there."""
+    """Out (tokens, Hv, V) and, if wanted, final states (segments, Hv, K, V).
+
+    Inputs as `check_mixer` wants them. `spans` are the segments, which fill the tokens in order. `initial_state` is
+    (segments, Hv, K, V); None is zero.
+    """
     reason = refusal(q)
     op = load_op()
     if reason is not None or op is None:

@@ -1,4 +1,4 @@
-"""Linear attention in its forms beside the gated delta rule: each is `factors`, a function, and nothing else.
+"""Linear attention in its forms beside the gated delta rule: each is `factors` and nothing else.
 
     linear attention      S_t = S_{t−1} + k_t v_tᵀ                                        none
     lightning, RetNet     S_t = λ S_{t−1} + k_t v_tᵀ                     λ per head        scalar
@@ -8,8 +8,7 @@
 
 and o_t = scale · S_tᵀ q_t always. Tensors are packed (tokens, heads, dim). q and k may have fewer heads than
 v, as in GQA. Their gradients with respect to the chunk factors come from autograd, block by block. Decay of
-any strength is safe (`decay.py`). Every function takes `initial_state` (segments, Hv, K, V) and returns (out,
-final state or None).
+any strength is safe (`decay.py`).
 """
 
 from __future__ import annotations
@@ -18,19 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.errors import InputError
-from longweave.kernels.recurrence import check_mixer, mix
-from longweave.kernels.recurrence.chunks import chunk_table, spans_of
 from longweave.kernels.recurrence.decay import channel_products, cumulative, pairwise
 from longweave.kernels.recurrence.mixer import Factors, Kind, Mixer
 from longweave.kernels.recurrence.reference import l2norm
-from longweave.tensors import accumulation_dtype
-
-CuSeqlens = Sequence[int] | np.ndarray | Tensor | None
 
 
 @dataclass(frozen=True)
@@ -121,118 +113,3 @@ class KimiDelta(_QKVMixer):
             within=within,
             decay=from_start[:, -1].unsqueeze(-1),
         )
-
-
-def kimi_delta_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: CuSeqlens = None,
-    *,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    scale: float | None = None,
-    qk_l2norm: bool = False,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """KDA: the delta rule with a log decay per channel, g (tokens, Hv, K). scale defaults to K^-1/2."""
-    spans = spans_of(cu_seqlens, len(q))
-    check_mixer(q, k, v, g=g, beta=beta, channel_decay=True, initial_state=initial_state, segments=len(spans))
-    mixer = KimiDelta(k.shape[-1] ** -0.5 if scale is None else scale, qk_l2norm)
-    return mix(
-        mixer,
-        (q, k, v, g, beta),
-        chunk_table(spans, chunk, device=q.device.type),
-        initial_state,
-        want_final=output_final_state,
-    )
-
-
-def gated_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    cu_seqlens: CuSeqlens = None,
-    *,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    scale: float | None = None,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """GLA: a log decay per channel, g (tokens, Hv, K). scale defaults to K^-1/2."""
-    spans = spans_of(cu_seqlens, len(q))
-    check_mixer(q, k, v, g=g, channel_decay=True, initial_state=initial_state, segments=len(spans))
-    mixer = ChannelDecay(k.shape[-1] ** -0.5 if scale is None else scale)
-    return mix(
-        mixer,
-        (q, k, v, g),
-        chunk_table(spans, chunk, device=q.device.type),
-        initial_state,
-        want_final=output_final_state,
-    )
-
-
-def lightning_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    cu_seqlens: CuSeqlens = None,
-    *,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    scale: float = 1.0,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Lightning attention and RetNet: one log decay per value head, log_decay (Hv,), the same for all tokens.
-
-    None is linear attention without decay. In RetNet, head h has log(1 − 2^(−5−h)).
-    """
-    spans = spans_of(cu_seqlens, len(q))
-    check_mixer(q, k, v, initial_state=initial_state, segments=len(spans))
-    table = chunk_table(spans, chunk, device=q.device.type)
-    if log_decay is None:
-        return mix(LinearAttention(scale), (q, k, v), table, initial_state, want_final=output_final_state)
-    if tuple(log_decay.shape) != (v.shape[1],):
-        raise InputError(f"log_decay has shape {tuple(log_decay.shape)}; it must be ({v.shape[1]},), one per head of v")
-    g = log_decay.expand(len(q), -1)
-    return mix(HeadDecay(scale), (q, k, v, g), table, initial_state, want_final=output_final_state)
-
-
-def ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    cu_seqlens: CuSeqlens = None,
-    *,
-    D: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Mamba2's state space: S_t = e^{A Δ_t} S_{t−1} + Δ_t B_t x_tᵀ, y_t = S_tᵀ C_t + D x_t.
-
-    x (tokens, H, P); dt (tokens, H), after bias and softplus; A (H,), negative; B, C (tokens, groups, N)
-    with H a multiple of groups; D (H,) or None. The state is (segments, H, N, P).
-    """
-    spans = spans_of(cu_seqlens, len(x))
-    check_mixer(C, B, x, beta=dt, initial_state=initial_state, segments=len(spans))
-    for name, per_head in (("A", A), ("D", D)):
-        if per_head is not None and tuple(per_head.shape) != (x.shape[1],):
-            raise InputError(f"{name} has shape {tuple(per_head.shape)}; it must be ({x.shape[1]},), one per head of x")
-    dtype = accumulation_dtype(x.dtype)
-    step = dt.to(dtype)
-    inputs = (C, B, x.to(dtype) * step.unsqueeze(-1), A.to(dtype) * step)
-    y, final = mix(
-        HeadDecay(),
-        inputs,
-        chunk_table(spans, chunk, device=x.device.type),
-        initial_state,
-        want_final=output_final_state,
-    )
-    return y if D is None else (y + D.unsqueeze(-1) * x).to(y.dtype), final

@@ -23,7 +23,6 @@ States are float32 (float64 for float64 inputs) whatever the inputs are, and aut
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -99,36 +98,23 @@ def run(
 
 
 @_exact
-def summary(
-    chunked: ChunkedInputs, *, transitions: Sequence[int] = (), all_transitions: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def summary(chunked: ChunkedInputs) -> tuple[Tensor, Tensor | None]:
     """(U, M): the summaries of the segments. U (segments, H, K, V) is the final state from a zero state.
 
-    M, in the form of the mixer's kind, only for the segments in `transitions` and in that order (or all): the first
-    segment of a document has no incoming state, so nobody asks for its M. None if the kind is "none" or none
-    is asked for.
+    M is in the form of the mixer's kind; None for the kind "none" and without segments.
     """
-    H, K, _ = chunked.state_shape
-    table = chunked.table
-    wanted = list(range(len(table.spans))) if all_transitions else list(transitions)
-    row_of = {int(segment): row for row, segment in enumerate(table.order)}
-    rows = sorted(row_of[segment] for segment in wanted)  # rows that are alive are a prefix here, too
+    H = chunked.state_shape[0]
     S = chunked.rows(None)
-    M = _identity(chunked, len(rows) * H, K)
+    M = _identity(chunked)
     for number, block in enumerate(chunked.blocks):
         solved = chunked.solve(number)
         written = _room_for_written(solved.factors)
         for piece, now, row in _walk(block, H):
             _write(solved, now, None if piece.first else S[row], written)
             _advance(S[row], solved.factors, now, written)
-            lo, hi = bisect_left(rows, piece.row_lo), bisect_left(rows, piece.row_hi)
-            if M is not None and lo < hi:
-                chunks = [piece.lo + r - piece.row_lo for r in rows[lo:hi]]
-                _advance_transitions(M[lo * H : hi * H], solved, _pick(chunks, H, M.device), first=piece.first)
-    if M is not None:
-        slots = torch.tensor([bisect_left(rows, row_of[segment]) for segment in wanted])
-        M = M.view(len(rows), H, *M.shape[1:]).index_select(0, slots.to(M.device, non_blocking=True))
-    return chunked.segments(S), M
+            if M is not None:
+                _advance_transitions(M[row], solved, now, first=piece.first)
+    return chunked.segments(S), None if M is None else chunked.segments(M)
 
 
 @_exact
@@ -271,24 +257,19 @@ def _decay_grad(ds: Tensor, S: Tensor, *, scalar: bool) -> Tensor:
     return (ds * S).sum(-1, keepdim=True)
 
 
-def _identity(chunked: ChunkedInputs, batch: int, K: int) -> Tensor | None:
-    """`batch` identity transitions in the form of the mixer's kind; None if there is nothing to hold."""
-    kind = chunked.mixer.kind
+def _identity(chunked: ChunkedInputs) -> Tensor | None:
+    """An identity transition for each row of the state, in the form of the mixer's kind; None if there is nothing to
+    hold.
+    """
+    kind, (H, K, _) = chunked.mixer.kind, chunked.state_shape
+    batch = len(chunked.table.spans) * H
     if kind == "none" or batch == 0:
         return None
     one = torch.eye(K) if kind == "dense" else torch.ones((K if kind == "diagonal" else 1, 1))
     return one.to(chunked.device, chunked.dtype).repeat(batch, 1, 1)
 
 
-def _pick(chunks: list[int], H: int, device: torch.device) -> slice | Tensor:
-    """Rows of the factors that belong to some chunks: a slice when these are neighbours."""
-    if chunks[-1] - chunks[0] + 1 == len(chunks):
-        return slice(chunks[0] * H, (chunks[-1] + 1) * H)
-    index = torch.tensor(chunks).unsqueeze(1) * H + torch.arange(H)
-    return index.flatten().to(device, non_blocking=True)
-
-
-def _advance_transitions(m: Tensor, solved: SolvedFactors, now: slice | Tensor, *, first: bool) -> None:
+def _advance_transitions(m: Tensor, solved: SolvedFactors, now: slice, *, first: bool) -> None:
     """m ← (D − Kᵀ T W) m, in place; m is still the identity at the first chunk."""
     f = solved.factors
     erased = None

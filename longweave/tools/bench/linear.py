@@ -14,8 +14,9 @@ from torch import Tensor
 
 import longweave as lw
 from longweave.core import METHODS
+from longweave.kernels.recurrence import mix
+from longweave.kernels.recurrence.chunks import chunk_table
 from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
-from longweave.kernels.recurrence.delta_rule import gated_delta_rule as on_one_rank
 from longweave.launch import Ranks
 from longweave.linear.methods import Sizes, choose
 from longweave.tools.bench import seconds
@@ -75,7 +76,7 @@ def hugging_face() -> Callable[..., Tensor]:
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    return on_one_rank(q, k, v, g, beta)[0]
+    return mix(GatedDeltaRule(DIM**-0.5), (q, k, v, g, beta), chunk_table([(0, len(q))]))[0]
 
 
 def local_pass(name: str, tokens: int, backward: bool, rounds: int = 3) -> float:
@@ -89,11 +90,11 @@ def rank_pass(tokens: int, method: str, rounds: int = 3) -> tuple[float, int]:
     pack = lw.Pack([0, tokens], layout="zigzag")
     given = [pack.shard(x) for x in inputs(tokens)]
 
-    def mix(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def across_ranks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         return lw.gated_delta_rule(q, k, v, g, beta, pack, method=method)
 
     sent = choose(pack.core, Sizes.of(GatedDeltaRule(1.0), given)).bytes_sent[method]
-    return seconds(_pass(mix, given, backward=True), rounds), sent
+    return seconds(_pass(across_ranks, given, backward=True), rounds), sent
 
 
 def against_hugging_face() -> list[LinearTime]:

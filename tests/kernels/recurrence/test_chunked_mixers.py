@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import CASES, GDN, GLA, HEAD, KDA, LINEAR, Case, with_grads, worst
+from linear_cases import CASES, GDN, GLA, HEAD, KDA, LINEAR, Case, on_one_rank, with_grads, worst
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from longweave.errors import InputError
-from longweave.kernels.recurrence import factors, linear_attention, mix
+from longweave.kernels.recurrence import check_mixer, factors, mix
 from longweave.kernels.recurrence.chunks import chunk_table
+from longweave.kernels.recurrence.linear_attention import HeadDecay
 from longweave.kernels.recurrence.reference import recurrent
 
 BY_NAME = {"ids": lambda case: case.name}
@@ -150,7 +151,7 @@ def test_without_final_states_outputs_and_gradients_are_the_same(case: Case) -> 
     cu = [0, 40, 43, 43, 60]
     inputs = [x.requires_grad_() for x in case.inputs(60)]
     d_out = torch.randn(60, 2, 8, dtype=torch.float64)
-    out, none = case.fast(*inputs, cu, scale=case.scale, chunk=8, initial_state=None, output_final_state=False)
+    out, none = case.chunked(inputs, cu, chunk=8, want_final=False)
     assert none is None
     expected, _ = case.reference(inputs, cu, None)
     grads, expected_grads = (torch.autograd.grad(y, inputs, d_out) for y in (out, expected))
@@ -169,7 +170,7 @@ def test_gradients_of_the_final_state_alone(case: Case) -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     inputs = [x.requires_grad_() for x in GDN.inputs(9)]
-    (dv,) = torch.autograd.grad(GDN.fast(*inputs)[0].square().sum(), inputs[2], create_graph=True)
+    (dv,) = torch.autograd.grad(GDN.chunked(inputs)[0].square().sum(), inputs[2], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dv.sum().backward()
 
@@ -206,20 +207,20 @@ def test_only_inputs_and_block_states_are_kept_for_backward() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        GDN.fast(*inputs)
+        GDN.chunked(inputs, want_final=False)
     blocks = 1024 * 2 // factors.BLOCK["cpu"]
     assert blocks > 1
     states = (blocks - 1) * 2 * 16 * 16 * 4  # the first block starts from zero
     assert sum(kept.values()) == sum(x.numel() * 4 for x in inputs) + states
 
 
-def test_lightning_decay_per_head_and_its_gradient() -> None:
+def test_one_decay_per_head_for_all_tokens_and_its_gradient() -> None:
     q, k, v = LINEAR.inputs(50, 1, 3)
     decay = torch.log1p(-(2.0 ** torch.tensor([-5.0, -6, -7], dtype=torch.float64)))  # as in RetNet
     cu = [0, 20, 50]
 
     def fast(x, s):
-        return linear_attention.lightning_attention(*x, cu, output_final_state=True, chunk=8)
+        return on_one_rank(HeadDecay(), (*x[:3], x[3].expand(50, -1)), cu, chunk=8)
 
     def slow(x, s):
         return recurrent(*x[:3], x[3].expand(50, -1), None, cu)
@@ -227,44 +228,40 @@ def test_lightning_decay_per_head_and_its_gradient() -> None:
     assert worst(*(with_grads(f, [q, k, v, decay], None) for f in (fast, slow))) < 1e-10
 
 
-def test_ssd_equals_its_recurrence_with_skip() -> None:
+def test_ssd_is_decay_per_head_of_scaled_inputs() -> None:
     rng = torch.Generator().manual_seed(0)
     x, B, C = (torch.randn(30, h, d, generator=rng, dtype=torch.float64) for h, d in ((4, 5), (2, 3), (2, 3)))
     dt = torch.rand(30, 4, generator=rng, dtype=torch.float64)
-    A, D = -torch.rand(4, dtype=torch.float64) - 0.1, torch.randn(4, dtype=torch.float64)
+    A = -torch.rand(4, generator=rng, dtype=torch.float64) - 0.1
 
     def slow(given, s):
-        x, dt, A, B, C, D = given
+        x, dt, A, B, C = given
         S, out = torch.zeros(4, 3, 5, dtype=torch.float64), []
         for t in range(30):
             b, c = B[t].repeat_interleave(2, 0), C[t].repeat_interleave(2, 0)
             S = torch.exp(A * dt[t])[:, None, None] * S + dt[t][:, None, None] * b[:, :, None] * x[t][:, None, :]
-            out.append(torch.einsum("hnp,hn->hp", S, c) + D[:, None] * x[t])
+            out.append(torch.einsum("hnp,hn->hp", S, c))
         return torch.stack(out), S[None]
 
     def fast(given, s):
-        x, dt, A, B, C, D = given
-        return linear_attention.ssd(x, dt, A, B, C, D=D, output_final_state=True, chunk=8)
+        x, dt, A, B, C = given
+        return on_one_rank(HeadDecay(), (C, B, x * dt.unsqueeze(-1), A * dt), chunk=8)
 
-    assert worst(*(with_grads(f, [x, dt, A, B, C, D], None) for f in (fast, slow))) < 1e-10
+    assert worst(*(with_grads(f, [x, dt, A, B, C], None) for f in (fast, slow))) < 1e-10
 
 
 def test_errors_say_what_was_seen() -> None:
     q, k, v, g, beta = GDN.inputs(10, 2, 4)
-    call = GDN.fast
+    check_mixer(q, k, v, g=g, beta=beta)
     with pytest.raises(InputError, match=r"4 heads, which is no multiple of the 3"):
-        call(torch.cat([q, q[:, :1]], 1), torch.cat([k, k[:, :1]], 1), v, g, beta)
+        check_mixer(torch.cat([q, q[:, :1]], 1), torch.cat([k, k[:, :1]], 1), v, g=g, beta=beta)
     with pytest.raises(InputError, match=r"g has shape \(10, 4, 8\)"):
-        call(q, k, v, g.unsqueeze(-1).expand(-1, -1, 8), beta)
-    with pytest.raises(InputError, match=r"rise from 0 to the number of tokens, 10"):
-        call(q, k, v, g, beta, [0, 7, 5, 10])
-    with pytest.raises(InputError, match=r"with 2 segments it must be \(2, 4, 8, 8\)"):
-        call(q, k, v, g, beta, [0, 5, 10], initial_state=torch.zeros(1, 4, 8, 8, dtype=torch.float64))
+        check_mixer(q, k, v, g=g.unsqueeze(-1).expand(-1, -1, 8), beta=beta)
     with pytest.raises(InputError, match=r"float32, torch\.float64, torch\.float64"):
-        call(q.float(), k, v, g, beta)
-    with pytest.raises(InputError, match="power of two"):
-        call(q, k, v, g, beta, chunk=48)
-    with pytest.raises(InputError, match='backend is "triton"'):
-        call(q, k, v, g, beta, backend="triton")
+        check_mixer(q.float(), k, v, g=g, beta=beta)
     with pytest.raises(InputError, match="they must be equal"):
-        call(q[:, :, :4], k, v, g, beta)
+        check_mixer(q[:, :, :4], k, v, g=g, beta=beta)
+    with pytest.raises(InputError, match=r"rise from 0 to the number of tokens, 10"):
+        GDN.chunked([q, k, v, g, beta], [0, 7, 5, 10])
+    with pytest.raises(InputError, match="power of two"):
+        GDN.chunked([q, k, v, g, beta], chunk=48)

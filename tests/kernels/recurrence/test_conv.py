@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linear_cases import convolution
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from longweave.errors import InputError
 from longweave.kernels.recurrence import conv
-from longweave.kernels.recurrence.conv import causal_conv1d, conv_backward, conv_edges, conv_forward
+from longweave.kernels.recurrence.chunks import spans_of
+from longweave.kernels.recurrence.conv import check_conv, conv_backward, conv_edges, conv_forward
 
-torch.set_num_threads(1)
+
+def edges_of(cu, tokens, width):
+    return conv_edges(spans_of(cu, tokens), width)
 
 
-def reference(x, weight, bias, cu, activation, halo):
-    width = weight.shape[1]
-    outs = [x[:0]]
-    for segment, (start, stop) in enumerate(pairwise(cu)):
-        before = x.new_zeros(width - 1, x.shape[1]) if halo is None else halo[segment]
-        if stop > start:
-            seen = torch.cat([before, x[start:stop]]).t().unsqueeze(0)
-            outs.append(F.conv1d(seen, weight.unsqueeze(1), bias, groups=x.shape[1])[0].t())
-    z = torch.cat(outs)
-    return F.silu(z) if activation == "silu" else z
+def forward(x, weight, bias=None, cu=None, activation=None, halo=None):
+    return conv_forward(x, weight, bias, halo, edges_of(cu, len(x), weight.shape[1]), activation == "silu")
 
 
 def compare(cu, width, activation, *, with_bias=True, with_halo=True, dtype=torch.float64, channels=5) -> float:
@@ -41,25 +35,22 @@ def compare(cu, width, activation, *, with_bias=True, with_halo=True, dtype=torc
     bias = normal(channels) if with_bias else None
     halo = normal(len(cu) - 1, width - 1, channels) if with_halo else None
     d_out = normal(cu[-1], channels)
-    results = []
-    for fn, wide in ((causal_conv1d, False), (reference, True)):
-        leaves = [
-            None if a is None else (a.double() if wide else a).clone().requires_grad_() for a in (x, weight, bias, halo)
-        ]
-        xs, w, b, h = leaves
-        if fn is reference:
-            y = reference(xs, w, b, cu, activation, h)
-        else:
-            y = causal_conv1d(xs, w, b, cu, activation=activation, halo=h)
-        used = [leaf for leaf in leaves if leaf is not None]
-        grads = torch.autograd.grad(y, used, d_out.to(y.dtype), materialize_grads=True)
-        results.append([y.detach(), *grads])
+    ours = forward(x, weight, bias, cu, activation, halo)
+    edges, silu = edges_of(cu, cu[-1], width), activation == "silu"
+    dx, d_weight, d_bias, d_halo = conv_backward(d_out, x, weight, bias, halo, edges, silu)
+    assert (d_bias is None, d_halo is None) == (bias is None, halo is None)
+    ours = [ours, dx.to(dtype), d_weight, d_bias, None if halo is None else d_halo.to(dtype)]
+
+    leaves = [None if a is None else a.double().requires_grad_() for a in (x, weight, bias, halo)]
+    y = convolution(*leaves[:3], cu, activation, leaves[3])
+    used = [leaf for leaf in leaves if leaf is not None]
+    theirs = [y.detach(), *torch.autograd.grad(y, used, d_out.double(), materialize_grads=True)]
     worst = 0.0
-    for ours, theirs in zip(*results, strict=True):
-        assert ours.dtype == dtype
-        assert ours.shape == theirs.shape
-        if theirs.numel():
-            worst = max(worst, float((ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3)))
+    for found, exact in zip([a for a in ours if a is not None], theirs, strict=True):
+        assert found.dtype == dtype
+        assert found.shape == exact.shape
+        if exact.numel():
+            worst = max(worst, float((found.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-3)))
     return worst
 
 
@@ -101,7 +92,7 @@ def test_gradients_of_tokens_wait_for_their_cast() -> None:
     grads = conv_backward(dy, *given)
     assert [g.dtype for g in grads] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
     leaves = [t.double().requires_grad_() for t in (x, weight, bias, halo)]
-    y = reference(*leaves[:3], [0, 5, 12], "silu", leaves[3])
+    y = convolution(*leaves[:3], [0, 5, 12], "silu", leaves[3])
     exact = torch.autograd.grad(y, leaves, dy.double())
     for got, want in ((grads[0], exact[0]), (grads[3], exact[3])):
         assert float((got.double() - want).abs().max() / want.abs().max()) < 1e-5
@@ -110,8 +101,8 @@ def test_gradients_of_tokens_wait_for_their_cast() -> None:
 
 def test_mixed_dtypes_are_summed_in_the_wider_one() -> None:
     x, weight = torch.randn(9, 3, dtype=torch.float64), torch.randn(3, 4)
-    expected = causal_conv1d(x, weight.double())
-    assert float((causal_conv1d(x, weight) - expected).abs().max()) < 1e-12
+    expected = forward(x, weight.double())
+    assert float((forward(x, weight) - expected).abs().max()) < 1e-12
 
 
 def test_fake_tensors_leave_nothing_behind() -> None:
@@ -124,44 +115,28 @@ def test_fake_tensors_leave_nothing_behind() -> None:
 
 def test_a_cut_segment_with_its_halo_equals_the_whole() -> None:
     x, weight = torch.randn(30, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
-    whole = causal_conv1d(x, weight)
+    whole = forward(x, weight)
     halo = torch.zeros(3, 3, 3, dtype=torch.float64)
     halo[1, 1:] = x[:2]  # the second piece has only two tokens before it
     halo[2] = x[8:11]
-    assert torch.allclose(causal_conv1d(x, weight, None, [0, 2, 11, 30], halo=halo), whole, atol=1e-13)
-
-
-def test_only_the_inputs_are_kept() -> None:
-    x, weight = torch.randn(500, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        causal_conv1d(x, weight, None, [0, 100, 500], activation="silu")
-    assert sorted(kept) == [32, 4000]
+    assert torch.allclose(forward(x, weight, None, [0, 2, 11, 30], halo=halo), whole, atol=1e-13)
 
 
 def test_non_contiguous_input() -> None:
     x, weight = torch.randn(6, 50, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
-    assert torch.equal(causal_conv1d(x.t(), weight), causal_conv1d(x.t().contiguous(), weight))
-
-
-def test_gradcheck() -> None:
-    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((7, 2), (2, 3), (2,), (3, 2, 2))]
-    assert torch.autograd.gradcheck(
-        lambda x, w, b, h: causal_conv1d(x, w, b, [0, 1, 4, 7], activation="silu", halo=h), leaves
-    )
+    assert torch.equal(forward(x.t(), weight), forward(x.t().contiguous(), weight))
 
 
 def test_errors_say_what_was_seen() -> None:
     x, weight = torch.randn(10, 4), torch.randn(4, 4)
     with pytest.raises(InputError, match="width 1;"):
-        causal_conv1d(x, weight[:, :1])
+        check_conv(x, weight[:, :1], None, None)
     with pytest.raises(InputError, match="width 9;"):
-        causal_conv1d(x, torch.randn(4, 9))
+        check_conv(x, torch.randn(4, 9), None, None)
     with pytest.raises(InputError, match=r"weight \(3, 4\)"):
-        causal_conv1d(x, weight[:3])
-    with pytest.raises(InputError, match=r"it must be \(2, 3, 4\)"):
-        causal_conv1d(x, weight, None, [0, 5, 10], halo=torch.zeros(1, 3, 4))
+        check_conv(x, weight[:3], None, None)
     with pytest.raises(InputError, match="'relu'"):
-        causal_conv1d(x, weight, activation="relu")
+        check_conv(x, weight, None, "relu")
     with pytest.raises(InputError, match=r"bias has shape \(3,\)"):
-        causal_conv1d(x, weight, torch.zeros(3))
+        check_conv(x, weight, torch.zeros(3), None)
+    check_conv(x, weight, torch.zeros(4), "silu")

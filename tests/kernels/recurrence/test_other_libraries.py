@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import GDN, KDA, with_grads, worst
+from linear_cases import GDN, KDA, on_one_rank, with_grads, worst
 
+import longweave as lw
 from longweave.errors import BackendError
 from longweave.kernels.recurrence import fla
-from longweave.kernels.recurrence.delta_rule import gated_delta_rule
+from longweave.kernels.recurrence.chunks import spans_of
+from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
+from longweave.kernels.recurrence.linear_attention import KimiDelta
 from longweave.kernels.recurrence.reference import recurrent
 
 
@@ -29,7 +32,7 @@ def test_hugging_face_gated_delta_rule(heads: tuple[int, int], l2norm: bool) -> 
         return out.squeeze(0), final
 
     def ours(x, s):
-        return gated_delta_rule(*x, initial_state=s, output_final_state=True, qk_l2norm=l2norm)
+        return on_one_rank(GatedDeltaRule(16**-0.5, l2norm), x, state=s)
 
     assert worst(with_grads(ours, inputs, state), with_grads(theirs, inputs, state)) < 1e-5
 
@@ -48,7 +51,7 @@ def test_hugging_face_kimi_delta_attention(l2norm: bool) -> None:
         return out.squeeze(0), final
 
     def ours(x, s):
-        return KDA.fast(*x, initial_state=s, output_final_state=True, qk_l2norm=l2norm)
+        return on_one_rank(KimiDelta(16**-0.5, l2norm), x, state=s)
 
     assert worst(with_grads(ours, inputs, state), with_grads(theirs, inputs, state)) < 1e-5
 
@@ -67,7 +70,7 @@ def test_scale_defaults_to_the_root_of_the_key_dim() -> None:
     inputs = GDN.inputs(20, K=16)
     expected, _ = recurrent(*inputs, scale=0.25)
     for backend in ("auto", "torch", "recurrent"):
-        assert worst([gated_delta_rule(*inputs, backend=backend)[0]], [expected]) < 1e-10
+        assert worst([lw.gated_delta_rule(*inputs, lw.Pack([0, 20]), backend=backend)], [expected]) < 1e-10
 
 
 @pytest.fixture
@@ -101,20 +104,28 @@ def fake_fla(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
 def test_arguments_for_flash_linear_attention(fake_fla: list[dict], cu: list[int], with_state: bool) -> None:
     inputs = GDN.inputs(30, 2, 4, dtype=torch.bfloat16)
     state = torch.randn(len(cu) - 1, 4, 8, 8) if with_state else None
-    given = {"initial_state": state, "output_final_state": True, "qk_l2norm": True}
-    out, final = gated_delta_rule(*inputs, cu, **given)  # "auto" takes it when it can serve
+    out, final = fla.gated_delta_rule(*inputs, spans_of(cu, 30), state, True, GDN.scale, True)
     (call,) = fake_fla
     assert call["cu_seqlens"].tolist() == [0, 11, 30]
     assert call["g"].dtype == torch.float32
-    expected, expected_final = gated_delta_rule(*inputs, cu, backend="torch", **given)
+    expected, expected_final = GDN.chunked(inputs, cu, state, qk_l2norm=True)
     assert worst([out], [expected]) < 2**-8  # both are rounded to bfloat16
     assert worst([final], [expected_final]) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["auto", "fla", "torch"])
+def test_flash_linear_attention_is_taken_where_it_can_serve(fake_fla: list[dict], backend: str) -> None:
+    inputs = GDN.inputs(30, 2, 4, dtype=torch.bfloat16)
+    cu = [0, 11, 30]
+    out = lw.gated_delta_rule(*inputs, lw.Pack(cu), scale=GDN.scale, backend=backend)
+    assert len(fake_fla) == (backend != "torch")
+    assert worst([out], [GDN.chunked(inputs, cu)[0]]) < 2**-8
 
 
 def test_flash_linear_attention_without_tokens(fake_fla: list[dict]) -> None:
     inputs = GDN.inputs(0, 2, 4, dtype=torch.bfloat16)
     state = torch.randn(2, 4, 8, 8)
-    out, final = gated_delta_rule(*inputs, [0, 0, 0], initial_state=state, output_final_state=True, backend="fla")
+    out, final = fla.gated_delta_rule(*inputs, spans_of([0, 0, 0], 0), state, True, GDN.scale, False)
     assert out.shape == (0, 4, 8)
     assert torch.equal(final, state)
     assert not fake_fla
@@ -122,5 +133,9 @@ def test_flash_linear_attention_without_tokens(fake_fla: list[dict]) -> None:
 
 def test_a_backend_that_cannot_serve_says_why() -> None:
     inputs = GDN.inputs(10, dtype=torch.bfloat16)
-    with pytest.raises(BackendError, match=r"inputs are on cpu; it runs on CUDA"):
-        gated_delta_rule(*inputs, backend="fla")
+    for call in (
+        lambda: fla.gated_delta_rule(*inputs, [(0, 10)], None, False, 1.0, False),
+        lambda: lw.gated_delta_rule(*inputs, lw.Pack([0, 10]), backend="fla"),
+    ):
+        with pytest.raises(BackendError, match=r"inputs are on cpu; it runs on CUDA"):
+            call()

@@ -40,7 +40,7 @@ def test_fragments_joined_by_their_summaries_equal_the_whole(case: Case) -> None
     table = chunk_table([FRAGMENTS[i] for i in order], 16)
     place = [order.index(i) for i in range(5)]
     forward = ChunkedInputs(mixer, inputs, table, keep=True)
-    U, M = summary(forward, all_transitions=True)
+    U, M = summary(forward)
     transitions = [None if M is None else M[at] for at in place]
     arriving = [start[0]]
     for at, transition in zip(place, transitions, strict=True):
@@ -62,26 +62,25 @@ def test_fragments_joined_by_their_summaries_equal_the_whole(case: Case) -> None
 
 
 @pytest.mark.parametrize("case", CASES, **BY_NAME)
-def test_transitions_come_for_the_segments_asked_for_in_their_order(case: Case) -> None:
+def test_transitions_come_for_every_segment_in_its_place(case: Case) -> None:
     mixer, inputs, *_ = setup(case)
     chunked = ChunkedInputs(mixer, inputs, chunk_table(FRAGMENTS, 8))
-    U, everything = summary(chunked, all_transitions=True)
-    for wanted in ([4, 1], [3], [0, 2, 3, 4], [1, 3, 4]):
-        V, some = summary(chunked, transitions=wanted)
-        assert torch.equal(U, V)
+    U, M = summary(chunked)
+    for place, span in enumerate(FRAGMENTS):
+        u, m = summary(ChunkedInputs(mixer, inputs, chunk_table([span], 8)))
+        assert worst([U[place]], [u[0]]) < 1e-14
         if mixer.kind == "none":
-            assert some is None
+            assert M is m is None
         else:
-            assert some.shape == (len(wanted), 2, *transition_shape(mixer.kind, 6))
-            assert worst([some], [everything[wanted]]) < 1e-14
-    assert summary(chunked)[1] is None
+            assert M.shape == (len(FRAGMENTS), 2, *transition_shape(mixer.kind, 6))
+            assert worst([M[place]], [m[0]]) < 1e-14
 
 
 @pytest.mark.parametrize("case", CASES, **BY_NAME)
 def test_the_summary_is_what_the_run_does_to_a_state(case: Case) -> None:
     mixer, inputs, start, _, _ = setup(case)
     chunked = ChunkedInputs(mixer, inputs, chunk_table([WHOLE], 16))
-    U, M = summary(chunked, all_transitions=True)
+    U, M = summary(chunked)
     final = run(chunked, start).final_state
     assert worst([times(mixer.kind, M, start) + U], [final]) < 1e-10
 
@@ -90,7 +89,7 @@ def test_a_token_with_beta_0_and_g_0_is_the_identity() -> None:
     q, k, v, g, beta = GDN.inputs(70, 1, 2, K=6, V=5)
     chunked = ChunkedInputs(GDN.mixer, (q, k, v, g * 0, beta * 0), chunk_table([(0, 70)], 16))
     start = torch.randn(1, 2, 6, 5, dtype=torch.float64)
-    U, M = summary(chunked, all_transitions=True)
+    U, M = summary(chunked)
     assert torch.equal(run(chunked, start).final_state, start)
     assert torch.equal(U, torch.zeros_like(U))
     assert torch.equal(M, torch.eye(6, dtype=torch.float64).expand(1, 2, 6, 6))
@@ -125,7 +124,7 @@ def test_tokens_outside_the_spans_come_out_zero() -> None:
 def test_states_are_float32_for_bfloat16_inputs() -> None:
     inputs = GDN.inputs(40, dtype=torch.bfloat16)
     chunked = ChunkedInputs(GDN.mixer, tuple(inputs), chunk_table([(0, 40)], 16))
-    U, M = summary(chunked, all_transitions=True)
+    U, M = summary(chunked)
     done = run(chunked)
     assert {U.dtype, M.dtype, done.final_state.dtype} == {torch.float32}
     assert done.out.dtype == torch.bfloat16
