@@ -188,7 +188,11 @@ class PackCore:
         and for the first few hundred calls, which is a step of most models, known kinds too. (A rank that makes a known
         call where another makes a new one must take part in the question.)
         """
-        call = self._calls.get(kind)
+        try:
+            call = self._calls.get(kind)
+        except TypeError:  # an argument of a wrong type, such as a list: `check` will say so
+            kind = tuple(map(str, kind))
+            call = self._calls.get(kind)
         ask = self._is_first and (call is None or self._ledger.asked < ASKED_ANYWAY)
         if call is None or ask:
             problem: Exception | None = None

@@ -78,13 +78,15 @@ def _check_shift(core: PackCore, x: Tensor, by: int, fill: float) -> None:
         raise InputError(f"by is {by!r}; give the number of tokens to look ahead, negative to look back")
     if not isinstance(fill, int | float):
         raise InputError(f"fill is {fill!r}; give a number")
-    if not (x.is_floating_point() or x.is_complex()) and not _holds(x.dtype, fill):
+    if not _holds(x.dtype, fill):
         raise InputError(f"fill is {fill!r}, which {x.dtype} cannot hold")
 
 
 def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Integers must be held exactly, floats without overflow; NaN and infinities are values of their own."""
     try:
-        return bool(torch.tensor(value, dtype=dtype).item() == value)
+        torch.full((1,), value, dtype=dtype)
+        return dtype.is_floating_point or dtype.is_complex or bool(torch.tensor(value, dtype=dtype).item() == value)
     except (RuntimeError, OverflowError, ValueError):
         return False
 

@@ -27,7 +27,7 @@ from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints
 from longweave.plan.schedule import Plan, Report
-from longweave.tensors import Handles
+from longweave.tensors import Handles, eager
 from longweave.tokens import check_tokens, describe
 
 
@@ -109,6 +109,7 @@ class Pack:
         return self.core.tokens
 
     @property
+    @eager
     def positions(self) -> Tensor:
         """The position of each of this rank's tokens in its document: (tokens,) on the CPU, for rotary embeddings.
 
@@ -117,10 +118,12 @@ class Pack:
         """
         return self.core.positions
 
+    @eager
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's tokens of a tensor that every rank has in full, see `lw.shard`. No communication."""
         return self.core.shards.shard(x, dim)
 
+    @eager
     def unshard(self, x_local: Tensor, dim: int = 0) -> Tensor:
         """The tokens of all ranks, in token order, on every rank; backward adds up gradients, see `lw.unshard`."""
         core = self.core

@@ -264,8 +264,8 @@ def check_tokens(x: Tensor, expected: int, dim: int, what: str) -> int:
     """The dimension, counted from the front, if the tensor has the expected number of tokens there."""
     if not isinstance(x, Tensor):
         raise InputError(f"expected a tensor, got a {type(x).__name__}")
-    if not -x.ndim <= dim < x.ndim:
-        raise InputError(f"dim is {dim} but the tensor has shape {tuple(x.shape)}")
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise InputError(f"dim is {dim!r} but the tensor has shape {tuple(x.shape)}")
     if x.shape[dim] != expected:
         raise InputError(
             f"the tensor has {x.shape[dim]} tokens in dimension {dim} (shape {tuple(x.shape)}) but {what} is "
@@ -276,8 +276,8 @@ def check_tokens(x: Tensor, expected: int, dim: int, what: str) -> int:
 
 def describe(name: str, x: Tensor, dim: int) -> str:
     """A call on one tensor as the other ranks must make it too: everything but its number of tokens."""
-    if not isinstance(x, Tensor):
-        return f"{name} of a {type(x).__name__}"
+    if not isinstance(x, Tensor) or not isinstance(dim, int):
+        return f"{name} of a {type(x).__name__} along dim {dim!r}"
     trailing = [size for place, size in enumerate(x.shape) if place != dim % max(x.ndim, 1)]
     return f"{name} of {x.dtype} {trailing} along dim {dim}"
 

@@ -302,3 +302,37 @@ def test_sinks_of_every_call_are_checked() -> None:
     ):
         with pytest.raises(lw.InputError, match=message):
             lw.attention(q, k, v, pack, sinks=sinks)
+
+
+def test_a_pack_inside_a_compiled_function() -> None:
+    pack = lw.Pack([0, 5, 9])
+    x = torch.randn(9, 2)
+
+    @torch.compile(backend="aot_eager")
+    def fn(x, pack):
+        return pack.unshard(pack.shard(x * 2)) * pack.positions[:, None]
+
+    assert torch.equal(fn(x, pack), x * 2 * pack.positions[:, None])
+
+
+def test_a_batch_has_positions_of_its_own() -> None:
+    batch = lw.shard_batch(torch.arange(8), [0, 3, 8])
+    batch.inputs["position_ids"].add_(7)
+    assert batch.pack.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+
+
+def test_arguments_of_odd_types_are_refused() -> None:
+    pack = lw.Pack([0, 5, 9])
+    q = torch.randn(9, 2, 4)
+    g = torch.zeros(9, 2)
+    for call, message in (
+        (lambda: lw.gated_delta_rule(q, q, q, g, g, pack, method=["affine"]), "method is"),
+        (lambda: pack.unshard(q, "0"), "dim is '0'"),
+        (lambda: lw.attention(q, q, q, pack, return_lse="yes"), "return_lse is 'yes'"),
+        (lambda: lw.attention(q, q, q, pack, dropout=0.1), "there is no option 'dropout'"),
+        (lambda: lw.shift(q.half(), pack, fill=1e9), "cannot hold"),
+        (lambda: lw.Pack([0, 9], stragety="ring"), "did you mean strategy?"),
+    ):
+        with pytest.raises(lw.InputError, match=message):
+            call()
+    assert torch.equal(lw.attention(q, q, q, pack, window=2**70), lw.attention(q, q, q, pack))

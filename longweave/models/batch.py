@@ -48,7 +48,8 @@ class Batch:
         self.targets = pack.shard(packed.targets)
         self.weights = None if packed.weights is None else pack.shard(packed.weights)
         given = packed.positions
-        self.position_ids = pack.positions.to(packed.targets.device) if given is None else pack.shard(given)
+        positions = pack.positions.clone().to(packed.targets.device)  # the batch's own: a model may change them
+        self.position_ids = positions if given is None else pack.shard(given)
         self._moved_labels, self._rows = packed.moved_labels, packed.rows
         self._has_targets = packed.ids is not None or packed.has_labels
         self.inputs: dict[str, Any] = {

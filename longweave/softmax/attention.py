@@ -74,6 +74,8 @@ def attention(
     """
     core = checked_core(pack)
     misfit = _misfit(q, k, v, mask, window, strategy, scale, softcap, sinks, backend)
+    if misfit is None and not isinstance(return_lse, bool):
+        misfit = f"return_lse is {return_lse!r}; give True or False"
     if misfit is None and strategy_options.pop("dropout_p", 0):
         misfit = "dropout_p is not 0; attention across ranks has no dropout: leave it out"
     if misfit is not None:
@@ -81,6 +83,7 @@ def attention(
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    window = None if window is None else min(window, 1 << 40)  # operators take 64 bits
     call = (_mask_name(pack, mask), window, strategy, scale, softcap, backend, _written(strategy_options))
     out, lse = call_operator(q, k, v, sinks, pack.handle, call, return_lse)
     return (out, lse.detach()) if return_lse else out

@@ -16,7 +16,7 @@ from longweave.errors import InputError
 from longweave.kernels.attention import Kernel, choose
 from longweave.plan.cost import Shape
 from longweave.plan.mask import Mask
-from longweave.plan.schedule import Plan
+from longweave.plan.schedule import Plan, check_options
 from longweave.softmax.allgather import AllGatherStrategy
 from longweave.softmax.groupcast import GroupCastStrategy
 from longweave.softmax.ring import RingStrategy
@@ -137,6 +137,7 @@ def _read(options: str) -> dict[str, int]:
         try:
             found[name] = int(value)
         except ValueError as error:
+            check_options("auto", {name: 1})  # an unknown name is the better thing to say
             raise InputError(f"{name} is {value!r}; options are ints") from error
     return found
 
