@@ -84,9 +84,10 @@ def _check_shift(core: PackCore, x: Tensor, by: int, fill: float) -> None:
 
 def _holds(dtype: torch.dtype, value: float) -> bool:
     """Integers must be held exactly, floats without overflow; NaN and infinities are values of their own."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return not abs(value) < torch.inf or abs(value) <= torch.finfo(dtype).max
     try:
-        torch.full((1,), value, dtype=dtype)
-        return dtype.is_floating_point or dtype.is_complex or bool(torch.tensor(value, dtype=dtype).item() == value)
+        return bool(torch.tensor(value, dtype=dtype).item() == value)
     except (RuntimeError, OverflowError, ValueError):
         return False
 

@@ -125,6 +125,7 @@ def test_gradient_of_the_gradient_of_shift(ranks: Ranks) -> None:
 
 def tokens_sent(layout: str, cu: list[int], by: int) -> tuple[int, int, int, int]:
     """Tokens handed to the network forward and backward, and what the route says for each."""
+    lw.Pack([0, 8])  # on its first pack a group compares calls
     pack = pack_of(layout, cu)
     x = draw(pack.tokens, 3).requires_grad_()  # 24 bytes a token
     lw.shift(x, pack, by)  # all have agreed on this call

@@ -225,6 +225,7 @@ def sent(cu: list[int], layout: str, method: str, dtype: torch.dtype) -> dict[st
     """Bytes this rank hands to the network, forward and backward, and what the formulas say."""
     from longweave.comm import exchange
 
+    lw.Pack([0, 8])  # on its first pack a group compares calls
     pack = pack_of(layout, cu)
     leaves = [pack.shard(x).requires_grad_() for x in GDN.inputs(cu[-1], 1, 2, K=6, V=5, dtype=dtype)]
     lw.gated_delta_rule(*leaves, pack, method=method).sum().backward()  # all have agreed on this call
@@ -286,6 +287,7 @@ def test_reshard_and_gather_send_what_the_formula_says(ranks: Ranks, layout: str
 
 
 def calls_to_others(cu: list[int], layout: str) -> int:
+    lw.Pack([0, 8])  # on its first pack a group compares calls
     pack = pack_of(layout, cu)
     leaves = [x[own_tokens(pack)].requires_grad_() for x in GDN.inputs(cu[-1])]
     lw.gated_delta_rule(*leaves, pack)

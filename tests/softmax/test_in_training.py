@@ -121,8 +121,8 @@ def order_of_ring_events() -> list[str]:
     from longweave.softmax import ring
 
     events: list[str] = []
-    shift, forward, wait = ring.shift, Kernel.forward, Pending.wait
-    ring.shift = lambda *args: (events.append("post"), shift(*args))[1]
+    send_next, forward, wait = ring.send_next, Kernel.forward, Pending.wait
+    ring.send_next = lambda *args: (events.append("post"), send_next(*args))[1]
     Kernel.forward = lambda self, *args, **kw: (events.append("compute"), forward(self, *args, **kw))[1]
     Pending.wait = lambda self: (events.append("wait"), wait(self))[1]
     try:
@@ -131,7 +131,7 @@ def order_of_ring_events() -> list[str]:
             x = torch.randn(pack.tokens, 2, 4)
             lw.attention(x, x, x, pack)
     finally:
-        ring.shift, Kernel.forward, Pending.wait = shift, forward, wait
+        ring.send_next, Kernel.forward, Pending.wait = send_next, forward, wait
     return events
 
 
