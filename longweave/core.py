@@ -32,7 +32,7 @@ LAYOUTS = ("auto", "zigzag", "contiguous", "balanced")
 MASKS = ("causal", "full")
 METHODS = ("affine", "reshard", "gather")
 
-ASKED_ANYWAY = 256  # calls on the first pack of a group that are compared whether or not their kind is new
+ASKED_ANYWAY = 32  # calls on the first pack of a group that are compared whether or not their kind is new
 
 T = TypeVar("T")
 Kind = tuple[object, ...]
@@ -185,8 +185,8 @@ class PackCore:
         """Before a call sends anything. `kind` is what must be alike on all ranks: operator, dtypes, shapes, options.
 
         A kind that is new to this pack is checked. On the first pack of a group the ranks then compare: every new kind,
-        and for the first few hundred calls, which is a step of most models, known kinds too. (A rank that makes a known
-        call where another makes a new one must take part in the question.)
+        and for the first few calls known kinds too. (A rank that makes a known call where another makes a new one must
+        take part in the question.)
         """
         try:
             call = self._calls.get(kind)

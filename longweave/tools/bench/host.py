@@ -116,6 +116,7 @@ class HostTime:
 def layer(name: str) -> tuple[Callable[[], Tensor], list[Tensor], Tensor]:
     """On one of the ranks: a layer call, its leaves, and a gradient of its output."""
     borders, layout = CASES[name]
+    lw.Pack(borders, layout=layout)  # on its first pack a group compares calls
     pack = lw.Pack(borders, layout=layout)
     if name == "affine":
         given = [x.requires_grad_() for x in linear.inputs(pack.tokens)]
