@@ -336,3 +336,17 @@ def test_arguments_of_odd_types_are_refused() -> None:
         with pytest.raises(lw.InputError, match=message):
             call()
     assert torch.equal(lw.attention(q, q, q, pack, window=2**70), lw.attention(q, q, q, pack))
+
+
+def test_kinds_of_calls_do_not_name_devices() -> None:
+    """Ranks of one host hold cuda:0, cuda:1, …: that is no difference between their calls."""
+    pack = lw.Pack([0, 5, 9])
+    q, g, w = torch.randn(9, 2, 4), torch.zeros(9, 2), torch.randn(4, 3)
+    lw.attention(q, q, q, pack, sinks=torch.zeros(2))
+    lw.gated_delta_rule(q, q, q, g, g, pack)
+    lw.causal_conv1d(q[:, 0], w, w[:, 0], pack)
+    lw.gather_recompute(torch.relu, lw.shift(q, pack), pack)
+    pack.unshard(lw.document_mean(q, pack)[[0] * 9])
+    assert len(pack.core._calls) == 7
+    for kind, (said, _) in pack.core._calls.items():
+        assert "cpu" not in f"{kind} {said}"

@@ -81,7 +81,8 @@ def forward(
     core: PackCore, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool
 ) -> Result:
     """From token-first q, k, v. Of the result, out is (T, H, Dv) in the dtype of q and lse (T, H), if asked for."""
-    tensors = (*map(kind_of, (q, k, v)), kind_of(sinks, per_token=False), q.device, sinks is None or sinks.device)
+    together = all(x is None or x.device == q.device for x in (k, v, sinks))  # the device itself differs between ranks
+    tensors = (*map(kind_of, (q, k, v)), kind_of(sinks, per_token=False), together)
     core.enter(
         ("attention of q, k, v, sinks", *tensors, "with", *zip(Call._fields, call, strict=True), "lse", return_lse),
         lambda: _check(core, q, k, v, sinks, call),
