@@ -4,18 +4,21 @@ A task `(q0, q1, k0, k1, lo, hi)` lets the queries q0 <= q < q1 see the keys k0 
 local coordinates. Tasks are tight (every query of a task sees at least one key of it) and disjoint.
 
 A partial is (out, lse): softmax-weighted values over some keys, and the log of the sum of their exponentials. Two
-partials over disjoint keys make one, and this is the only place that does it:
+partials over disjoint keys make one:
 
     lse = log(e^lse₁ + e^lse₂)        out = out₁ + (out₂ − out₁) · σ(lse₂ − lse₁)
 
 All in float32 (float64 for float64). A query that has seen nothing has lse = −∞ and out = 0.
+
+Tensors are token-first, (tokens, heads, dim), with any strides of tokens and heads; what has one number per query and
+head (lse, delta) is (heads, tokens), as the flash kernels of all devices want it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from longweave.kernels import fused
 from longweave.tensors import accumulation_dtype
 
 NO_LIMIT = 1 << 40
@@ -68,68 +72,65 @@ def alone(q0: npt.NDArray[np.int64], q1: npt.NDArray[np.int64]) -> npt.NDArray[n
 
 @dataclass
 class Partial:
-    """Results so far. out: (heads, queries, v_dim), lse: (heads, queries)."""
+    """Results so far. out: (queries, heads, v_dim), lse: (heads, queries)."""
 
     out: Tensor
     lse: Tensor
 
     @classmethod
     def empty(cls, q: Tensor, v_dim: int) -> Partial:
-        """For queries q (heads, queries, dim) that have seen nothing yet."""
-        heads, queries, _ = q.shape
+        """For queries q (queries, heads, dim) that have seen nothing yet."""
+        queries, heads, _ = q.shape
         dtype = accumulation_dtype(q.dtype)
-        out = torch.zeros((heads, queries, v_dim), dtype=dtype, device=q.device)
+        out = torch.zeros((queries, heads, v_dim), dtype=dtype, device=q.device)
         return cls(out, torch.full((heads, queries), -torch.inf, dtype=dtype, device=q.device))
 
     def heads(self, a: int, b: int) -> Partial:
         """The heads a … b, as views."""
-        return Partial(self.out[a:b], self.lse[a:b])
+        return Partial(self.out[:, a:b], self.lse[a:b])
 
     def write(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
         """The queries q0 … q1 had seen nothing before."""
-        self.out[:, q0:q1] = out
+        self.out[q0:q1] = out
         self.lse[:, q0:q1] = lse
 
     def add(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial of the queries q0 … q1, all of which see something in it (finite lse)."""
-        merge = compiled_merge() if self.out.is_cuda else _merge
-        merge(self.out[:, q0:q1], self.lse[:, q0:q1], out, lse)
-
-    def add_some(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial in which some of the queries q0 … q1 may have seen nothing (lse = −∞)."""
-        mine, total = self.out[:, q0:q1], self.lse[:, q0:q1]
-        lse = lse.to(total.dtype)
-        share = torch.where(lse > -torch.inf, torch.sigmoid(lse - total), 0.0)
-        mine.lerp_(out.to(mine.dtype), share[..., None])
-        torch.logaddexp(total, lse, out=total)
-
-    def add_sinks(self, sinks: Tensor | None) -> None:
-        """One more key per head with the given logit and the value 0; None: no such key."""
-        if sinks is None:
+        """Merge a partial of the queries q0 … q1. One that saw nothing in it has lse = ±∞ there, and out = 0."""
+        mine, total = self.out[q0:q1], self.lse[:, q0:q1]
+        if fused.serves(mine):
+            fused.merge(mine, total, out, lse)
             return
-        sink = sinks.to(self.lse.dtype)[:, None]
-        share = torch.where(self.lse > -torch.inf, torch.sigmoid(self.lse - sink), 0.0)  # also where the sink is −∞
-        self.out.mul_(share[..., None])
-        torch.logaddexp(self.lse, sink.expand_as(self.lse), out=self.lse)
+        lse = lse.to(total.dtype)
+        lse = torch.where(lse < torch.inf, lse, -torch.inf)
+        share = torch.where(lse > -torch.inf, torch.sigmoid(lse - total), 0.0)
+        mine.lerp_(out.to(mine.dtype), share.t()[..., None])
+        total.copy_(torch.logaddexp(total, lse))
 
+    def add_seen(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
+        """As `add`, where every query saw something: fewer passes over a CPU's memory."""
+        mine, total = self.out[q0:q1], self.lse[:, q0:q1]
+        lse = lse.to(total.dtype)
+        mine.lerp_(out.to(mine.dtype), torch.sigmoid(lse - total).t()[..., None])
+        total.copy_(torch.logaddexp(total, lse))
 
-def _merge(mine: Tensor, total: Tensor, out: Tensor, lse: Tensor) -> None:
-    lse = lse.to(total.dtype)
-    mine.lerp_(out.to(mine.dtype), torch.sigmoid(lse - total)[..., None])
-    total.copy_(torch.logaddexp(total, lse))
-
-
-@lru_cache(maxsize=1)  # one function, for the life of the process
-def compiled_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """The merge as one kernel: on a GPU its few passes over the output are what a ring step costs beyond attention."""
-    return torch.compile(_merge, dynamic=True)
+    def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`out` in `dtype`. Sinks are one more key per head with the given logit and the value 0: lse gains them."""
+        if fused.serves(self.out):
+            return fused.finish(self.out, self.lse, sinks, dtype)
+        if sinks is not None:
+            sink = sinks.to(self.lse.dtype)[:, None]
+            # Also where the sink is −∞.
+            share = torch.where(self.lse > -torch.inf, torch.sigmoid(self.lse - sink), 0.0)
+            self.out.mul_(share.t()[..., None])
+            torch.logaddexp(self.lse, sink.expand_as(self.lse), out=self.lse)
+        return self.out.to(dtype)
 
 
 @dataclass(frozen=True)
 class QuerySide:
     """The query side of a backward: it stays while K/V come and go.
 
-    grad_out, out: (heads, queries, v_dim), q: (heads, queries, dim), lse: (heads, queries). `out` and `lse` are the
+    grad_out, out: (queries, heads, v_dim), q: (queries, heads, dim), lse: (heads, queries). `out` and `lse` are the
     merged ones, over all keys.
     """
 
@@ -141,14 +142,16 @@ class QuerySide:
     @cached_property
     def delta(self) -> Tensor:
         """⟨grad_out, out⟩ of every query (heads, queries), in the dtype of lse."""
+        if fused.serves(self.out):
+            return fused.delta(self.grad_out, self.out)
         dtype = self.lse.dtype
-        return (self.grad_out.to(dtype) * self.out.to(dtype)).sum(-1)
+        return (self.grad_out.to(dtype) * self.out.to(dtype)).sum(-1).t().contiguous()
 
     def heads(self, a: int, b: int) -> QuerySide:
         """The heads a … b, as views; itself if these are all."""
-        if (a, b) == (0, len(self.q)):
+        if (a, b) == (0, self.q.shape[1]):
             return self
-        return QuerySide(self.grad_out[a:b], self.q[a:b], self.out[a:b], self.lse[a:b])
+        return QuerySide(self.grad_out[:, a:b], self.q[:, a:b], self.out[:, a:b], self.lse[a:b])
 
 
 def sinks_gradient(sinks: Tensor, queries: QuerySide) -> Tensor:
