@@ -60,6 +60,21 @@ class Indices:
         return self._copies[key]
 
 
+class Order:
+    """A permutation of rows, and the way back. One that changes nothing costs nothing."""
+
+    def __init__(self, order: np.ndarray) -> None:
+        rising = np.array_equal(order, np.arange(len(order)))
+        self._indices = None if rising else Indices(order, np.argsort(order))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Row i of the result is row order[i] of x."""
+        return x if self._indices is None else x.index_select(0, self._indices.on(x.device)[0])
+
+    def undo(self, x: Tensor) -> Tensor:
+        return x if self._indices is None else x.index_select(0, self._indices.on(x.device)[1])
+
+
 def _place(device: torch.device) -> tuple[torch.device, int | None]:
     """The device with its number, and its current stream if it has streams."""
     if device.type != "cuda":

@@ -13,7 +13,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from longweave.errors import GroupError, InputError
 from longweave.plan.layout import Layout
 from longweave.plan.ranges import Ints, expand
 from longweave.plan.routing import Route, route, run_index
-from longweave.tensors import Indices
+from longweave.tensors import Indices, Order
 
 
 def shard(x: Tensor, layout: Layout, group: Group = None, dim: int = 0) -> Tensor:
@@ -77,21 +76,13 @@ class Shards:
         return Indices(self.layout.indices(self.comm.rank))
 
     @cached_property
-    def _orders(self) -> Indices:
-        by_rank = expand(self.layout.starts, self.layout.stops)
-        return Indices(by_rank, np.argsort(by_rank))
+    def order(self) -> Order:
+        """Token order -> rank order: shards one after the other."""
+        return Order(expand(self.layout.starts, self.layout.stops))
 
     def own(self, device: torch.device) -> Tensor:
         """The global index of each local token."""
         return self._own.on(device)[0]
-
-    def rank_order(self, device: torch.device) -> Tensor:
-        """The global index of every token, rank after rank: turns token order into rank order."""
-        return self._orders.on(device)[0]
-
-    def token_order(self, device: torch.device) -> Tensor:
-        """Where each token stands when the shards lie rank after rank: turns rank order into token order."""
-        return self._orders.on(device)[1]
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         dim = check_tokens(x, self.layout.total, dim, "the layout's total")
@@ -103,13 +94,11 @@ class Shards:
 
     def gather(self, x_local: Tensor) -> Tensor:
         """Tokens first, without autograd: all tokens in token order, from the shards of all ranks."""
-        by_rank = all_gather_v(x_local, self.layout.counts, self.comm).wait()
-        return by_rank.index_select(0, self.token_order(x_local.device))
+        return self.order.undo(all_gather_v(x_local, self.layout.counts, self.comm).wait())
 
     def sum_home(self, x_full: Tensor) -> Tensor:
         """The transpose of `gather`: the SUM over ranks of what each has for all tokens, at this rank's tokens."""
-        by_rank = x_full.index_select(0, self.rank_order(x_full.device))
-        return reduce_scatter_v(by_rank, self.layout.counts, self.comm).wait()
+        return reduce_scatter_v(self.order.apply(x_full), self.layout.counts, self.comm).wait()
 
     def mine(self, x_full: Tensor) -> Tensor:
         """This rank's tokens, tokens first, without autograd."""

@@ -1,9 +1,9 @@
-"""Passes over attention results that are one Triton kernel each on a GPU; whoever calls them has plain torch for the rest.
+"""Passes over attention results that are one Triton kernel each on a GPU. Callers have plain torch for other devices.
 
-    merge       two partials become one, in place
-    finish      sinks, and the cast to the dtype of the inputs
-    delta       ⟨grad_out, out⟩ of every query and head
-    add_rows    rows that came back from several ranks, added to the tokens they belong to, in rank order
+merge       two partials become one, in place
+finish      sinks, and the cast to the dtype of the inputs
+delta       ⟨grad_out, out⟩ of every query and head
+add_rows    rows that came back from several ranks, added to the tokens they belong to, in rank order
 """
 
 from __future__ import annotations

@@ -17,17 +17,16 @@ one run of keys, whoever held them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from longweave.comm.exchange import Comm, Pending, all_gather_v, reduce_scatter_v
+from longweave.comm.exchange import Pending, all_gather_v, reduce_scatter_v
 from longweave.kernels.attention import Kernel, zeros_like_sum
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
 from longweave.plan.schedule import Plan
 from longweave.plan.tasks import tasks_on_all
-from longweave.softmax.strategy import Grads, Result
+from longweave.softmax.strategy import Grads, Result, room_for, split
 from longweave.tokens import Shards
 
 HeadRange = tuple[int, int]
@@ -44,66 +43,34 @@ class AllGatherStrategy:
 
     def forward(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool) -> Result:
         groups = self.plan.head_groups(backward=False)
-        result = allgather_forward(kernel, q, k, v, self.tasks, self._gather(q.device), groups)
-        result.add_sinks(sinks)
-        return Result(result.out, result.lse, result.lse)
+        result = allgather_forward(kernel, q, k, v, self.tasks, self.shards, groups)
+        return Result(result.finish(sinks, q.dtype), result.lse, result.lse)
 
     def backward(
         self, kernel: Kernel, grad_out: Tensor, inputs: Sequence[Tensor], kept: Tensor, lse: Tensor,
         sinks: Tensor | None,
     ) -> Grads:  # fmt: skip
         q, k, v, out = inputs
-        queries = QuerySide(grad_out, q, out, lse.view(q.shape[:2]))
+        queries = QuerySide(grad_out, q, out, lse.view(q.shape[1], len(q)))
         dsinks = None if sinks is None else sinks_gradient(sinks, queries)
         groups = self.plan.head_groups(backward=True)
-        return *allgather_backward(kernel, queries, k, v, self.tasks, self._gather(q.device), groups), dsinks
-
-    def _gather(self, device: torch.device) -> Gather:
-        shards = self.shards
-        return Gather(shards.comm, shards.layout.counts, shards.token_order(device), shards.rank_order(device))
-
-
-@dataclass(frozen=True)
-class Gather:
-    """How shards become one sequence and back. Indices are on the tensors' device."""
-
-    comm: Comm
-    counts: tuple[int, ...]
-    token_order: Tensor  # rank order -> token order
-    rank_order: Tensor  # token order -> rank order
-
-    def start(self, k: Tensor, v: Tensor) -> Pending[Tensor]:
-        """Gather some heads of k (h, T, D) and v (h, T, Dv), K and V in one buffer."""
-        return all_gather_v(torch.cat([k, v], -1).transpose(0, 1), self.counts, self.comm)
-
-    def finish(self, gathered: Tensor, k_dim: int) -> tuple[Tensor, Tensor]:
-        """Head-first k and v of all tokens, in token order."""
-        by_head = gathered.transpose(0, 1)
-        return (
-            by_head[..., :k_dim].index_select(1, self.token_order),
-            by_head[..., k_dim:].index_select(1, self.token_order),
-        )
-
-    def send_home(self, dk: Tensor, dv: Tensor) -> Pending[Tensor]:
-        """Sum the gradients of all tokens over the ranks; each gets those of its own tokens, as (T, h, D + Dv)."""
-        by_rank = torch.cat([dk, dv], -1).transpose(0, 1).index_select(0, self.rank_order)
-        return reduce_scatter_v(by_rank, self.counts, self.comm)
+        return *allgather_backward(kernel, queries, k, v, self.tasks, self.shards, groups), dsinks
 
 
 def allgather_forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, gather: Gather, groups: Sequence[HeadRange]
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, shards: Shards, groups: Sequence[HeadRange]
 ) -> Partial:
-    """q (H, T, D) on all keys, group after group of K/V heads."""
+    """q (T, H, D) on all keys, group after group of K/V heads."""
     result = Partial.empty(q, v.shape[-1])
-    per_kv = q.shape[0] // k.shape[0]
-    arriving = gather.start(*_heads(groups[0], k, v))
+    per_kv = q.shape[1] // k.shape[1]
+    arriving = _gather(groups[0], k, v, shards)
     for step, group in enumerate(groups):
-        k_full, v_full = gather.finish(arriving.wait(), k.shape[-1])
+        kv = shards.order.undo(arriving.wait())
         if step + 1 < len(groups):
-            arriving = gather.start(*_heads(groups[step + 1], k, v))
-        mine = slice(group[0] * per_kv, group[1] * per_kv)
-        part = Partial(result.out[mine], result.lse[mine])
-        kernel.forward(part, q[mine], k_full, v_full, tasks, fresh=True)
+            arriving = _gather(groups[step + 1], k, v, shards)
+        first, last = group[0] * per_kv, group[1] * per_kv
+        part = result.heads(first, last)
+        kernel.forward(part, q[:, first:last], *split(kv, k.shape[-1]), tasks, fresh=True)
     return result
 
 
@@ -113,33 +80,35 @@ def allgather_backward(
     k: Tensor,
     v: Tensor,
     tasks: Tasks,
-    gather: Gather,
+    shards: Shards,
     groups: Sequence[HeadRange],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in float32 from the merged out and lse."""
-    dq, dk, dv = (zeros_like_sum(x) for x in (queries.q, k, v))
-    per_kv = queries.q.shape[0] // k.shape[0]
-    arriving = gather.start(*_heads(groups[0], k, v))
+    k_dim = k.shape[-1]
+    dq, total = zeros_like_sum(queries.q), zeros_like_sum(room_for(len(k), k, v))
+    per_kv = queries.q.shape[1] // k.shape[1]
+    arriving = _gather(groups[0], k, v, shards)
     leaving: list[tuple[HeadRange, Pending[Tensor]]] = []
     for step, group in enumerate(groups):
-        k_full, v_full = gather.finish(arriving.wait(), k.shape[-1])
+        kv = shards.order.undo(arriving.wait())
         if step + 1 < len(groups):
-            arriving = gather.start(*_heads(groups[step + 1], k, v))
+            arriving = _gather(groups[step + 1], k, v, shards)
         first, last = group[0] * per_kv, group[1] * per_kv
-        grads = zeros_like_sum(k_full), zeros_like_sum(v_full)
-        kernel.backward((dq[first:last], *grads), queries.heads(first, last), k_full, v_full, tasks)
+        grads = zeros_like_sum(kv)
+        into = dq[:, first:last], *split(grads, k_dim)
+        kernel.backward(into, queries.heads(first, last), *split(kv, k_dim), tasks)
         if leaving:  # at most one scatter is under way while the next group computes
-            _store(*leaving.pop(), dk, dv)
-        leaving.append((group, gather.send_home(*grads)))
-    _store(*leaving.pop(), dk, dv)
-    return dq, dk, dv
+            _store(*leaving.pop(), total)
+        leaving.append((group, reduce_scatter_v(shards.order.apply(grads), shards.layout.counts, shards.comm)))
+    _store(*leaving.pop(), total)
+    return dq, *split(total, k_dim)
 
 
-def _heads(group: HeadRange, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return k[group[0] : group[1]], v[group[0] : group[1]]
+def _gather(group: HeadRange, k: Tensor, v: Tensor, shards: Shards) -> Pending[Tensor]:
+    """Some heads of K and V of all ranks, in rank order."""
+    heads = slice(*group)
+    return all_gather_v(torch.cat([k[:, heads], v[:, heads]], -1), shards.layout.counts, shards.comm)
 
 
-def _store(group: HeadRange, pending: Pending[Tensor], dk: Tensor, dv: Tensor) -> None:
-    home = pending.wait().transpose(0, 1)
-    dk[group[0] : group[1]] = home[..., : dk.shape[-1]]
-    dv[group[0] : group[1]] = home[..., dk.shape[-1] :]
+def _store(group: HeadRange, pending: Pending[Tensor], total: Tensor) -> None:
+    total[:, group[0] : group[1]] = pending.wait()

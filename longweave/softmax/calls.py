@@ -91,14 +91,12 @@ def forward(
     planned = core.once(PlannedCall, call.way, _shape(q, k, v))
     core.plans[planned.plan] = core.plans.get(planned.plan, 0) + 1
     kernel = call.kernel(core, q, k, v)
-    q_heads, k_heads, v_heads = (x.transpose(0, 1).contiguous() for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):  # dtypes were decided before
-        result = planned.strategy.forward(kernel, q_heads, k_heads, v_heads, sinks, return_lse)
-    out = result.out.transpose(0, 1).to(q.dtype).contiguous()
+        result = planned.strategy.forward(kernel, *map(_by_token, (q, k, v)), sinks, return_lse)
     lse = None
     if return_lse and result.lse is not None:
         lse = result.lse.t().clone(memory_format=torch.contiguous_format)
-    return Result(out, lse, result.kept_lse.reshape(-1), q.new_empty(0) if result.kept is None else result.kept)
+    return Result(result.out, lse, result.kept_lse.reshape(-1), q.new_empty(0) if result.kept is None else result.kept)
 
 
 def backward(
@@ -121,14 +119,18 @@ def backward(
     dims = ((heads, dim), (kv_heads, dim), (kv_heads, v_dim))
     kernel = call.kernel(core, *(kept.new_empty((0, *pair)) for pair in dims))
     with torch.autocast(grad_out.device.type, enabled=False):
-        needed = [x.transpose(0, 1).contiguous() for x in inputs] if strategy.needs_inputs else []
-        grads = strategy.backward(kernel, grad_out.transpose(0, 1).contiguous(), needed, kept, lse, sinks)
+        needed = [_by_token(x) for x in inputs] if strategy.needs_inputs else []
+        grads = strategy.backward(kernel, _by_token(grad_out), needed, kept, lse, sinks)
     # Always copies: dk and dv may be views of one buffer, which an operator must not return.
-    dq, dk, dv = (
-        kept.new_empty((tokens, *pair)).copy_(grad.transpose(0, 1)) for grad, pair in zip(grads[:3], dims, strict=True)
-    )
+    dq, dk, dv = (kept.new_empty((tokens, *pair)).copy_(grad) for grad, pair in zip(grads[:3], dims, strict=True))
     dsinks = kept.new_empty(0) if sinks is None or grads[3] is None else grads[3].to(sinks.dtype)
     return dq, dk, dv, dsinks
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """x as kernels read it: the numbers of a head side by side, and rows that begin where vectors may be loaded."""
+    aligned = all(step * x.element_size() % 16 == 0 for step in (*x.stride()[:-1], x.storage_offset()))
+    return x if x.stride(-1) == 1 and aligned else x.contiguous()
 
 
 def _read(options: str) -> dict[str, int]:

@@ -37,7 +37,7 @@ from longweave.plan.heads import HeadSplit, split_heads
 from longweave.plan.schedule import Plan
 from longweave.plan.tasks import tasks_by_source
 from longweave.softmax.strategy import Grads, Result
-from longweave.tensors import Indices
+from longweave.tensors import Order
 from longweave.tokens import Shards
 
 HeadSpans = Sequence[tuple[int, int]]
@@ -63,25 +63,23 @@ class RingStrategy:
         split = split_heads(self.plan.shape.heads, self.plan.shape.kv_heads, self.block_size)
         order = np.argsort(np.concatenate([self.plan.layout.indices(rank) for rank in ranks]))
         counts = tuple(self.plan.layout.counts[rank] for rank in ranks)
-        return HeadExchange(self.comm, ranks, self.inner, counts, split, Indices(order, np.argsort(order)))
+        return HeadExchange(self.comm, ranks, self.inner, counts, split, Order(order))
 
     def forward(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool) -> Result:
         if self.block_size == 1:
             result = ring_forward(kernel, q, k, v, self.tasks, self.ring)
-            result.add_sinks(sinks)
-            return Result(result.out, result.lse, result.lse)
+            return Result(result.finish(sinks, q.dtype), result.lse, result.lse)
         exchange, split = self.exchange, self.exchange.split
         q, k, v = exchange.to_heads([q, k, v], [split.q, split.k, split.k])
         result = ring_forward(self._kernel(kernel), q, k, v, self.tasks, self.ring)
-        result.add_sinks(None if sinks is None else self._mine(sinks))
-        out = result.out.to(q.dtype)
+        out = result.finish(None if sinks is None else self._mine(sinks), q.dtype)
         (parts,) = exchange.to_tokens([out], [split.q], q.dtype)
         lse = None
         if want_lse:
-            (lses,) = exchange.to_tokens([result.lse[..., None]], [split.q], result.lse.dtype)
-            lse = torch.cat(lses)[..., 0]
+            (lses,) = exchange.to_tokens([result.lse.t()[..., None]], [split.q], result.lse.dtype)
+            lse = torch.cat(lses, 1)[..., 0].t()
         kept = torch.cat([x.reshape(-1) for x in (q, k, v, out)])
-        return Result(torch.cat(parts), lse, result.lse, kept)
+        return Result(torch.cat(parts, 1), lse, result.lse, kept)
 
     def backward(
         self, kernel: Kernel, grad_out: Tensor, inputs: Sequence[Tensor], kept: Tensor, lse: Tensor,
@@ -89,13 +87,13 @@ class RingStrategy:
     ) -> Grads:  # fmt: skip
         if self.block_size == 1:
             q, k, v, out = inputs
-            queries = QuerySide(grad_out, q, out, lse.view(q.shape[:2]))
+            queries = QuerySide(grad_out, q, out, lse.view(q.shape[1], len(q)))
             dsinks = None if sinks is None else sinks_gradient(sinks, queries)
             return *ring_backward(kernel, queries, k, v, self.tasks, self.ring), dsinks
         exchange, split = self.exchange, self.exchange.split
         (grad_out,) = exchange.to_heads([grad_out], [split.q])
         q, k, v, out = self._unpack(kept)
-        queries = QuerySide(grad_out, q, out, lse.view(q.shape[:2]))
+        queries = QuerySide(grad_out, q, out, lse.view(q.shape[1], len(q)))
         grads = ring_backward(self._kernel(kernel), queries, k, v, self.tasks, self.ring)
         dsinks = None
         if sinks is not None:
@@ -105,8 +103,8 @@ class RingStrategy:
         dtype = grads[1].dtype if split.replicated else q.dtype
         dq, dk, dv = exchange.to_tokens(grads, [split.q, split.k, split.k], dtype)
         tokens, kv_heads = self.plan.layout.counts[self.comm.rank], self.plan.shape.kv_heads
-        kv = [grads[i].new_zeros(kv_heads, tokens, grads[i].shape[-1]) for i in (1, 2)]
-        return torch.cat(dq), sum_heads(dk, split.k, kv[0]), sum_heads(dv, split.k, kv[1]), dsinks
+        kv = [grads[i].new_zeros(tokens, kv_heads, grads[i].shape[-1]) for i in (1, 2)]
+        return torch.cat(dq, 1), sum_heads(dk, split.k, kv[0]), sum_heads(dv, split.k, kv[1]), dsinks
 
     def _unpack(self, kept: Tensor) -> tuple[Tensor, ...]:
         """q, k, v and out of my heads and all tokens of the block."""
@@ -114,7 +112,7 @@ class RingStrategy:
         dim, v_dim = self.plan.shape.head_dim, self.plan.shape.value_dim
         tokens = self.ring.counts[self.block]
         shapes = [
-            (heads, tokens, d) for heads, d in ((q1 - q0, dim), (k1 - k0, dim), (k1 - k0, v_dim), (q1 - q0, v_dim))
+            (tokens, heads, d) for heads, d in ((q1 - q0, dim), (k1 - k0, dim), (k1 - k0, v_dim), (q1 - q0, v_dim))
         ]
         parts = torch.split(kept, [prod(shape) for shape in shapes])
         return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
@@ -150,7 +148,7 @@ class Ring:
 
 
 def ring_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tasks: Sequence[Tasks], ring: Ring) -> Partial:
-    """q (H, T, D) on the K/V of all peers; tasks[source] are those on the tokens of that peer."""
+    """q (T, H, D) on the K/V of all peers; tasks[source] are those on the tokens of that peer."""
     result = Partial.empty(q, v.shape[-1])
     blocks = _Blocks(k, v, ring.counts)
     buffers = blocks.buffers(k.dtype) if ring.size > 1 else []
@@ -200,7 +198,7 @@ class _Blocks:
     """K and V of one peer in one flat buffer."""
 
     def __init__(self, k: Tensor, v: Tensor, counts: tuple[int, ...]) -> None:
-        self.heads, _, self.k_dim = k.shape
+        _, self.heads, self.k_dim = k.shape
         self.v_dim, self.counts, self.device = v.shape[-1], counts, k.device
 
     def size(self, source: int) -> int:
@@ -210,10 +208,10 @@ class _Blocks:
         return torch.cat([k.reshape(-1), v.reshape(-1)])
 
     def unpack(self, block: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        """k (Hk, T, D) and v (Hk, T, Dv) as views."""
+        """k (T, Hk, D) and v (T, Hk, Dv) as views."""
         tokens = self.counts[source]
         k_part, v_part = torch.split(block, [self.heads * tokens * d for d in (self.k_dim, self.v_dim)])
-        return k_part.view(self.heads, tokens, self.k_dim), v_part.view(self.heads, tokens, self.v_dim)
+        return k_part.view(tokens, self.heads, self.k_dim), v_part.view(tokens, self.heads, self.v_dim)
 
     def buffers(self, dtype: torch.dtype) -> list[Tensor]:
         largest = max(self.size(source) for source in range(len(self.counts)))
@@ -228,9 +226,10 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """The exchange among `inner` ranks of a group, seen from one of them. Tensors are head-first.
+    """The exchange among `inner` ranks of a group, seen from one of them.
 
-    All tensors go in one message per peer; the other ranks of the group take part with nothing to send.
+    A message is a row for each token, in it the heads of all tensors; there is one message per peer, and the other
+    ranks of the group take part with nothing to send.
     """
 
     comm: Comm
@@ -238,65 +237,63 @@ class HeadExchange:
     index: int  # mine among them
     counts: tuple[int, ...]  # tokens of each
     split: HeadSplit
-    orders: Indices  # the block's tokens: from inner rank after inner rank to token order, and back
+    order: Order  # the block's tokens: from inner rank after inner rank to token order
 
     def to_heads(self, tensors: Sequence[Tensor], spans: Sequence[HeadSpans]) -> list[Tensor]:
-        """(heads, my tokens, dim) -> (my heads, block tokens, dim) for each tensor; spans[i][rank] are its heads."""
-        outgoing = [
-            torch.cat([x[a:b].reshape(-1) for x, (a, b) in zip(tensors, mine, strict=True)])
-            for mine in zip(*spans, strict=True)
-        ]
-        widths = [self._heads(own) * x.shape[-1] for x, own in zip(tensors, spans, strict=True)]
-        arrived = self._exchange(outgoing, [tokens * sum(widths) for tokens in self.counts])
-        pieces: list[list[Tensor]] = [[] for _ in tensors]
-        for part, tokens in zip(arrived, self.counts, strict=True):
-            for i, flat in enumerate(torch.split(part, [tokens * width for width in widths])):
-                pieces[i].append(flat.view(self._heads(spans[i]), tokens, tensors[i].shape[-1]))
-        order = self.orders.on(tensors[0].device)[0]
-        return [torch.cat(parts, 1).index_select(1, order) for parts in pieces]
+        """(my tokens, heads, dim) -> (block tokens, my heads, dim) for each tensor; spans[i][rank] are its heads."""
+        widths = [_widths(tensors, of_peer) for of_peer in zip(*spans, strict=True)]
+        tokens, mine = self.counts[self.index], widths[self.index]
+        sizes = [tokens * sum(of_peer) for of_peer in widths]
+        outgoing = tensors[0].new_empty(sum(sizes))
+        messages = zip(torch.split(outgoing, sizes), zip(*spans, strict=True), widths, strict=True)
+        for message, heads, width in messages:
+            parts = [x[:, a:b].flatten(1) for x, (a, b) in zip(tensors, heads, strict=True)]
+            torch.cat(parts, 1, out=message.view(tokens, sum(width)))
+        arrived = self._exchange(outgoing, sizes, [count * sum(mine) for count in self.counts])
+        rows = self.order.apply(arrived.view(sum(self.counts), sum(mine)))
+        return [_by_head(part, x.shape[-1]) for part, x in zip(torch.split(rows, mine, 1), tensors, strict=True)]
 
     def to_tokens(
         self, tensors: Sequence[Tensor], spans: Sequence[HeadSpans], dtype: torch.dtype
     ) -> list[list[Tensor]]:
-        """(my heads, block tokens, dim) -> for each tensor and inner rank its (heads, my tokens, dim).
+        """(block tokens, my heads, dim) -> for each tensor and inner rank its (my tokens, heads, dim).
 
         Travels as `dtype`.
         """
-        back = self.orders.on(tensors[0].device)[1]
-        by_rank = [torch.split(x.to(dtype).index_select(1, back), list(self.counts), 1) for x in tensors]
-        outgoing = [torch.cat([parts[peer].reshape(-1) for parts in by_rank]) for peer in range(len(self.inner))]
-        shapes = [
-            [
-                (own[peer][1] - own[peer][0], self.counts[self.index], x.shape[-1])
-                for x, own in zip(tensors, spans, strict=True)
-            ]
-            for peer in range(len(self.inner))
-        ]
-        sizes = [[prod(shape) for shape in of_peer] for of_peer in shapes]
-        arrived = self._exchange(outgoing, [sum(size) for size in sizes])
+        widths = [_widths(tensors, of_peer) for of_peer in zip(*spans, strict=True)]
+        rows = torch.cat([x.to(dtype).flatten(1) for x in tensors], 1)
+        sizes = [count * rows.shape[1] for count in self.counts]
+        tokens = self.counts[self.index]
+        incoming = [tokens * sum(of_peer) for of_peer in widths]
+        arrived = self._exchange(self.order.undo(rows).view(-1), sizes, incoming)
         results: list[list[Tensor]] = [[] for _ in tensors]
-        for part, size, of_peer in zip(arrived, sizes, shapes, strict=True):
-            for i, flat in enumerate(torch.split(part, size)):
-                results[i].append(flat.view(of_peer[i]))
+        for message, of_peer in zip(torch.split(arrived, incoming), widths, strict=True):
+            parts = torch.split(message.view(tokens, sum(of_peer)), of_peer, 1)
+            for found, part, x in zip(results, parts, tensors, strict=True):
+                found.append(_by_head(part, x.shape[-1]))
         return results
 
-    def _heads(self, spans: HeadSpans) -> int:
-        start, stop = spans[self.index]
-        return stop - start
-
-    def _exchange(self, outgoing: list[Tensor], incoming: list[int]) -> tuple[Tensor, ...]:
+    def _exchange(self, outgoing: Tensor, sizes: list[int], incoming: list[int]) -> Tensor:
         """One flat message to and from every inner rank."""
         if len(self.inner) == 1:
-            return tuple(outgoing)
+            return outgoing
         send, recv = [0] * self.comm.size, [0] * self.comm.size
-        for peer, x, size in zip(self.inner, outgoing, incoming, strict=True):
-            send[peer], recv[peer] = x.numel(), size
-        arrived = all_to_all_v(torch.cat(outgoing), send, recv, self.comm).wait()
-        return torch.split(arrived, incoming)
+        for peer, sent, received in zip(self.inner, sizes, incoming, strict=True):
+            send[peer], recv[peer] = sent, received
+        return all_to_all_v(outgoing, send, recv, self.comm).wait()
+
+
+def _widths(tensors: Sequence[Tensor], heads: Sequence[tuple[int, int]]) -> list[int]:
+    """Numbers per token that one peer has of each tensor."""
+    return [(stop - start) * x.shape[-1] for x, (start, stop) in zip(tensors, heads, strict=True)]
+
+
+def _by_head(rows: Tensor, dim: int) -> Tensor:
+    return rows.unflatten(1, (rows.shape[1] // dim, dim))
 
 
 def sum_heads(parts: Sequence[Tensor], spans: HeadSpans, total: Tensor) -> Tensor:
     """Add the heads of all inner ranks to `total`: heads that several ranks had add up, in its dtype."""
     for part, (start, stop) in zip(parts, spans, strict=True):
-        total[start:stop] += part
+        total[:, start:stop] += part
     return total

@@ -3,8 +3,9 @@
     forward     q, k, v of my tokens ──▶ out, lse of my tokens, and what backward needs besides
     backward    grad_out, what was kept ──▶ dq, dk, dv of my tokens
 
-Tensors are head-first: q (H, T, D), k (Hk, T, D), v (Hk, T, Dv). A strategy is made for one plan and one rank; a pack
-keeps it, with its tasks and index tensors, for all layers and for backward.
+Tensors are token-first: q (T, H, D), k (T, Hk, D), v (T, Hk, Dv). K and V, and their gradients, travel in one buffer
+(tokens, Hk, D + Dv), and kernels read and write them there: `split` gives both as views. A strategy is made for one
+plan and one rank; a pack keeps it, with its tasks and index tensors, for all layers and for backward.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from longweave.kernels.attention import Kernel
@@ -22,7 +24,8 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Result:
-    """A forward pass. out (H, T, Dv) and lse (H, T) are of my tokens; lse is None where it costs extra.
+    """A forward pass. out (T, H, Dv), in the dtype of q, and lse (H, T) are of my tokens; lse is None where it costs
+    extra.
 
     For backward: `kept_lse` (any shape) in float32 or float64, and `kept`, flat, in the dtype of q, or None.
     """
@@ -55,3 +58,21 @@ class Strategy(Protocol):
 
         inputs: q, k, v and out, if the strategy needs them; kept and lse: flat, as forward kept them.
         """
+
+
+def split(kv: Tensor, k_dim: int) -> tuple[Tensor, Tensor]:
+    """k and v of (tokens, Hk, D + Dv), as views."""
+    return kv[..., :k_dim], kv[..., k_dim:]
+
+
+def room_for(tokens: int, k: Tensor, v: Tensor) -> Tensor:
+    """An empty buffer (tokens, Hk, D + Dv)."""
+    return k.new_empty((tokens, k.shape[1], k.shape[2] + v.shape[2]))
+
+
+def take(k: Tensor, v: Tensor, index: Tensor) -> Tensor:
+    """Some tokens of k and v, in one buffer."""
+    kv = room_for(len(index), k, v)
+    for x, part in zip((k, v), split(kv, k.shape[-1]), strict=True):
+        torch.index_select(x, 0, index, out=part)
+    return kv

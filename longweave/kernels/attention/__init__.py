@@ -3,7 +3,8 @@
     attend            Partial.empty ──▶ Kernel.forward(into, q, k, v, tasks) … once per arriving K/V ──▶ out, lse
     attend_backward   QuerySide(grad_out, q, out, lse) ──▶ Kernel.backward((dq, dk, dv), queries, k, v, tasks) …
 
-Tensors are head-first: q (H, Tq, D), k (Hk, Tk, D), v (Hk, Tk, Dv), H a multiple of Hk. K/V heads are never repeated.
+Tensors are token-first: q (Tq, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv), H a multiple of Hk, with any strides of tokens and
+heads. K/V heads are never repeated.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Kernel:
         if not len(tasks):
             return
         for a, b, c, d in self._runs(q, k):
-            self._forward(into.heads(a, b), q[a:b], k[c:d], v[c:d], tasks, fresh)
+            self._forward(into.heads(a, b), q[:, a:b], k[:, c:d], v[:, c:d], tasks, fresh)
 
     def backward(
         self, into: tuple[Tensor, Tensor, Tensor], queries: QuerySide, k: Tensor, v: Tensor, tasks: Tasks
@@ -53,10 +54,11 @@ class Kernel:
             return
         dq, dk, dv = into
         for a, b, c, d in self._runs(queries.q, k):
-            self._backward((dq[a:b], dk[c:d], dv[c:d]), queries.heads(a, b), k[c:d], v[c:d], tasks)
+            grads = dq[:, a:b], dk[:, c:d], dv[:, c:d]
+            self._backward(grads, queries.heads(a, b), k[:, c:d], v[:, c:d], tasks)
 
     def _runs(self, q: Tensor, k: Tensor) -> tuple[tuple[int, int, int, int], ...]:
-        return ((0, q.shape[0], 0, k.shape[0]),) if self.runs is None else self.runs
+        return ((0, q.shape[1], 0, k.shape[1]),) if self.runs is None else self.runs
 
     def _forward(self, into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, fresh: bool) -> None:
         if self.backend == "cpu_flash":
@@ -111,13 +113,11 @@ def attend(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q over k, v on one rank: out (H, Tq, Dv) and lse (H, Tq), both float32 (float64 for float64)."""
+    """Attention of q over k, v on one rank: out (Tq, H, Dv) and lse (H, Tq), both float32 (float64 for float64)."""
     kernel = choose(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, softcap, backend)
     result = Partial.empty(q, v.shape[-1])
     kernel.forward(result, q, k, v, tasks, fresh=True)
-    if sinks is not None:
-        result.add_sinks(sinks)
-    return result.out, result.lse
+    return result.finish(sinks, result.out.dtype), result.lse
 
 
 def attend_backward(

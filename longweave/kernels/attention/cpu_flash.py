@@ -56,15 +56,15 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | Non
 
 
 def forward(into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float, fresh: bool) -> None:
-    """Add to `into` what q (H, Tq, D) sees in k (Hk, Tk, D), v (Hk, Tk, Dv). `fresh`: `into` has seen nothing yet."""
+    """Add to `into` what q (Tq, H, D) sees in k (Tk, Hk, D), v (Tk, Hk, Dv). `fresh`: `into` has seen nothing yet."""
     v_dim = v.shape[-1]
-    q, k, v = (x[None] for x in _one_dim(_fast(q), _fast(k), _fast(v)))
+    q, k, v = _as_kernel(_fast(q), _fast(k), _fast(v))
     for call in tasks.compiled(compile_calls):
         rows, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
         mask = _mask(call, q.dtype)
         out, lse = _forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, call.causal, attn_mask=mask, scale=scale)
-        put = into.write if fresh and call.alone else into.add
-        put(call.q0, call.q1, out[0, ..., :v_dim], lse[0])
+        put = into.write if fresh and call.alone else into.add_seen
+        put(call.q0, call.q1, out[0, ..., :v_dim].transpose(0, 1), lse[0])
 
 
 def backward(
@@ -80,7 +80,7 @@ def backward(
     v_dim = v.shape[-1]
     # The half-precision backward kernels are many times slower than float32 and round every block.
     tensors = [x.float() if x.dtype.itemsize < 4 else x for x in (queries.q, k, v, queries.grad_out, queries.out)]
-    q, k, v, grad_out, out = (x[None] for x in _one_dim(*(x.to(tensors[0].dtype) for x in tensors)))
+    q, k, v, grad_out, out = _as_kernel(*(x.to(tensors[0].dtype) for x in tensors))
     lse = queries.lse[None]
     for call in tasks.compiled(compile_calls):
         rows, keys = slice(call.q0, call.q1), slice(call.k0, call.k1)
@@ -96,9 +96,9 @@ def backward(
             attn_mask=_mask(call, q.dtype),
             scale=scale,
         )
-        dq[:, rows] += grads[0][0, ..., : dq.shape[-1]]
-        dk[:, keys] += grads[1][0, ..., : dk.shape[-1]]
-        dv[:, keys] += grads[2][0, ..., :v_dim]
+        dq[rows] += grads[0][0, ..., : dq.shape[-1]].transpose(0, 1)
+        dk[keys] += grads[1][0, ..., : dk.shape[-1]].transpose(0, 1)
+        dv[keys] += grads[2][0, ..., :v_dim].transpose(0, 1)
 
 
 def compile_calls(rows: TaskRows) -> tuple[FlashCall, ...]:
@@ -197,7 +197,11 @@ def _fast(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float16 else x
 
 
-def _one_dim(q: Tensor, k: Tensor, *values: Tensor) -> list[Tensor]:
-    """The kernel wants one head dim for q, k and v: fill the smaller ones with zeros, which change nothing."""
+def _as_kernel(q: Tensor, k: Tensor, *values: Tensor) -> list[Tensor]:
+    """(1, heads, tokens, dim) views, as the kernel counts dimensions; it takes any strides.
+
+    It wants one head dim for q, k and v: the smaller ones are filled with zeros, which change nothing.
+    """
     dim = max(q.shape[-1], values[0].shape[-1])
-    return [x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])) for x in (q, k, *values)]
+    same = (x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])) for x in (q, k, *values))
+    return [x.transpose(0, 1)[None] for x in same]

@@ -1,6 +1,7 @@
 """Attention in plain torch: every option, every device, every dtype. The backend that the others are tested against.
 
-Works in blocks of queries × keys, so memory does not grow with their product:
+Heads go first in here: then everything is a batch of matmuls. It works in blocks of queries × keys, so memory does not
+grow with their product:
 
     S = softcap(scale · Q Kᵀ)     P = e^(S − lse)     out = P V
     dV = Pᵀ dO    dS = P ⊙ (dO Vᵀ − ⟨dO, out⟩)    dQ = scale · dS' K    dK = scale · dS'ᵀ Q
@@ -22,14 +23,15 @@ Q_BLOCK, K_BLOCK = 128, 512
 def forward(
     into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float, softcap: float | None = None
 ) -> None:
-    """Add to `into` what q (H, Tq, D) sees in k (Hk, Tk, D), v (Hk, Tk, Dv)."""
+    """Add to `into` what q (Tq, H, D) sees in k (Tk, Hk, D), v (Tk, Hk, Dv)."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     for rows, keys, hidden in _blocks(tasks, q.device):
         logits, _ = _logits(q[:, rows], k[:, keys], hidden, scale, softcap)
         lse = torch.logsumexp(logits, -1)
         # A query may see nothing in this block: then all its weights are 0, not NaN.
         weights = torch.exp(logits - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None])
         out = _group(weights, v) @ v[:, keys].to(weights.dtype)
-        into.add_some(rows.start, rows.stop, out.view(*lse.shape, -1), lse)
+        into.add(rows.start, rows.stop, out.view(*lse.shape, -1).transpose(0, 1), lse)
 
 
 def backward(
@@ -42,13 +44,13 @@ def backward(
     softcap: float | None = None,
 ) -> None:
     """Add to `into` = (dq, dk, dv) what these tasks contribute."""
-    dq, dk, dv = into
-    q = queries.q
+    dq, dk, dv = (x.transpose(0, 1) for x in into)
+    q, k, v, grad_out = (x.transpose(0, 1) for x in (queries.q, k, v, queries.grad_out))
     dtype = accumulation_dtype(q.dtype)
     for rows, keys, hidden in _blocks(tasks, q.device):
         logits, slope = _logits(q[:, rows], k[:, keys], hidden, scale, softcap)
         weights = torch.exp(logits - queries.lse[:, rows, None])
-        grad = queries.grad_out[:, rows].to(dtype)
+        grad = grad_out[:, rows].to(dtype)
         dv[:, keys] += _group(weights, v).transpose(1, 2) @ _group(grad, v)
         grad_weights = (_group(grad, v) @ v[:, keys].to(dtype).transpose(1, 2)).view_as(weights)
         grad_logits = weights * (grad_weights - queries.delta[:, rows, None])

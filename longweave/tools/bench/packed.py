@@ -53,11 +53,11 @@ def one_process(cu: list[int], kernel: str) -> float:
     """One process on the whole pack: our kernels, or PyTorch's SDPA document by document."""
     q, k, v, grad = inputs(cu[-1])
     tasks = Tasks(lw.Mask.causal(cu).rows)
-    q_h, k_h, v_h, grad_h = (x.detach().transpose(0, 1).contiguous() for x in (q, k, v, grad))
+    alone = [x.detach() for x in (q, k, v)]
 
     def ours() -> None:
-        out, lse = attend(q_h, k_h, v_h, tasks)
-        attend_backward(QuerySide(grad_h, q_h, out, lse), k_h, v_h, tasks)
+        out, lse = attend(*alone, tasks)
+        attend_backward(QuerySide(grad, alone[0], out, lse), *alone[1:], tasks)
 
     def document(a: int, b: int) -> torch.Tensor:
         q_d, k_d, v_d = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))

@@ -42,14 +42,14 @@ def test_against_dense(name: str, backend: str) -> None:
     for heads in ({"heads": 4, "kv_heads": 2, "dim": 16, "v_dim": 8}, {"heads": 2, "kv_heads": 2, "dim": 16}):
         problem = Problem.random(mask.total, **heads)
         expected = solve(problem, mask)
-        q, k, v, grad = (x.transpose(0, 1) for x in (problem.q, problem.k, problem.v, problem.grad))
+        q, k, v, grad = problem.q, problem.k, problem.v, problem.grad
         tasks = Tasks(mask.rows)
         out, lse = attend(q, k, v, tasks, backend=backend)
-        assert worst(out.transpose(0, 1), expected["out"]) < 1e-12
+        assert worst(out, expected["out"]) < 1e-12
         assert worst(lse.t(), expected["lse"]) < 1e-12
         grads = attend_backward(QuerySide(grad, q, out, lse), k, v, tasks, backend=backend)
         for got, which in zip(grads, ("dq", "dk", "dv"), strict=True):
-            assert worst(got.transpose(0, 1), expected[which]) < 1e-12, which
+            assert worst(got, expected[which]) < 1e-12, which
 
 
 def test_middle_sized_causal_tasks_go_by_strips() -> None:
@@ -63,13 +63,13 @@ def test_middle_sized_causal_tasks_go_by_strips() -> None:
 def test_queries_that_see_nothing() -> None:
     problem = Problem.random(6, heads=2, kv_heads=1, sinks=True)
     mask = lw.Mask.from_slices(6, [((2, 4), (0, 3), "full")])
-    q, k, v = (x.transpose(0, 1) for x in (problem.q, problem.k, problem.v))
+    q, k, v = problem.q, problem.k, problem.v
     for backend in ("cpu_flash", "reference"):
         out, lse = attend(q, k, v, Tasks(mask.rows), backend=backend)
-        assert (out[:, [0, 1, 4, 5]] == 0).all()
+        assert (out[[0, 1, 4, 5]] == 0).all()
         assert (lse[:, [0, 1, 4, 5]] == -torch.inf).all()
         out, lse = attend(q, k, v, Tasks(mask.rows), backend=backend, sinks=problem.sinks)
-        assert (out[:, [0, 1, 4, 5]] == 0).all()
+        assert (out[[0, 1, 4, 5]] == 0).all()
         assert torch.equal(lse[:, 0], problem.sinks)
 
 
@@ -77,7 +77,7 @@ def test_the_reference_needs_no_quadratic_memory() -> None:
     """The largest tensor it makes is a block of logits, not queries × keys."""
     tokens, heads = 4000, 2
     problem = Problem.random(tokens, heads=heads, kv_heads=1, dim=8, dtype=torch.float32)
-    q, k, v = (x.transpose(0, 1).contiguous() for x in (problem.q, problem.k, problem.v))
+    q, k, v = problem.q, problem.k, problem.v
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -119,11 +119,11 @@ def test_float32_holds_the_contract(backend: str) -> None:
     for mask in (MASKS["long causal"], MASKS["window"]):
         exact = Problem.random(mask.total, heads=4, kv_heads=2, dim=16)
         expected = solve(exact, mask)
-        q, k, v, grad = (x.transpose(0, 1).float() for x in (exact.q, exact.k, exact.v, exact.grad))
+        q, k, v, grad = (x.float() for x in (exact.q, exact.k, exact.v, exact.grad))
         out, lse = attend(q, k, v, Tasks(mask.rows), backend=backend)
         grads = attend_backward(QuerySide(grad, q, out, lse), k, v, Tasks(mask.rows), backend=backend)
         for got, which in zip((out, *grads), ("out", "dq", "dk", "dv"), strict=True):
-            error = (got.transpose(0, 1).double() - expected[which]).abs().max()
+            error = (got.double() - expected[which]).abs().max()
             assert error < 1e-5 * expected[which].abs().max(), which
 
 
@@ -132,7 +132,7 @@ def test_strip_masks_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     masks = cpu_flash._Masks()
     monkeypatch.setattr(cpu_flash, "_masks", masks)
     monkeypatch.setattr(cpu_flash, "MASK_BYTES", 3 << 20)
-    q, k, v = (torch.rand(1, 2500, 8) for _ in range(3))
+    q, k, v = (torch.rand(2500, 1, 8) for _ in range(3))
     most = 0
     for window in (*range(100, 1100, 100), 2100, 2499):
         tasks = Tasks(lw.Mask.sliding_window([0, 2500], window).rows)
@@ -148,7 +148,7 @@ def test_a_fake_run_leaves_no_mask_behind() -> None:
     tasks = Tasks(lw.Mask.sliding_window([0, 300], 71).rows)
     cpu_flash._masks._made.clear()
     with FakeTensorMode():
-        attend(*(torch.rand(2, 300, 8) for _ in range(3)), tasks, backend="cpu_flash")
-    out, _ = attend(*(torch.rand(2, 300, 8) for _ in range(3)), tasks, backend="cpu_flash")
+        attend(*(torch.rand(300, 2, 8) for _ in range(3)), tasks, backend="cpu_flash")
+    out, _ = attend(*(torch.rand(300, 2, 8) for _ in range(3)), tasks, backend="cpu_flash")
     assert type(out) is torch.Tensor
     assert bool(out.isfinite().all())
