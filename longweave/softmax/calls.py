@@ -92,7 +92,7 @@ def forward(
     core.plans[planned.plan] = core.plans.get(planned.plan, 0) + 1
     kernel = call.kernel(core, q, k, v)
     with torch.autocast(q.device.type, enabled=False):  # dtypes were decided before
-        result = planned.strategy.forward(kernel, *map(_by_token, (q, k, v)), sinks, return_lse)
+        result = planned.strategy.forward(kernel, _by_token(q), _by_token(k), _by_token(v), sinks, return_lse)
     lse = None
     if return_lse and result.lse is not None:
         lse = result.lse.t().clone(memory_format=torch.contiguous_format)

@@ -289,7 +289,7 @@ def _widths(tensors: Sequence[Tensor], heads: Sequence[tuple[int, int]]) -> list
 
 
 def _by_head(rows: Tensor, dim: int) -> Tensor:
-    return rows.unflatten(1, (rows.shape[1] // dim, dim))
+    return rows.view(len(rows), rows.shape[1] // dim, dim)
 
 
 def sum_heads(parts: Sequence[Tensor], spans: HeadSpans, total: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def one_process(cu: list[int], kernel: str) -> float:
     """One process on the whole pack: our kernels, or PyTorch's SDPA document by document."""
     q, k, v, grad = inputs(cu[-1])
     tasks = Tasks(lw.Mask.causal(cu).rows)
-    alone = [x.detach() for x in (q, k, v)]
+    alone = q.detach(), k.detach(), v.detach()
 
     def ours() -> None:
         out, lse = attend(*alone, tasks)
