@@ -1,9 +1,11 @@
-"""Passes over attention results that are one Triton kernel each on a GPU. Callers have plain torch for other devices.
+"""Passes over attention results that are one Triton kernel each on a GPU; whoever calls them has plain torch for the rest.
 
-merge       two partials become one, in place
-finish      sinks, and the cast to the dtype of the inputs
-delta       ⟨grad_out, out⟩ of every query and head
-add_rows    rows that came back from several ranks, added to the tokens they belong to, in rank order
+    merge       two partials become one, in place
+    finish      sinks, and the cast to the dtype of the inputs
+    delta       ⟨grad_out, out⟩ of every query and head
+    add_rows    rows that came back from several ranks, added to the tokens they belong to, in rank order
+
+Each reads and writes every number once. Tensors (T, H, D) may have any strides of tokens and heads.
 """
 
 from __future__ import annotations
@@ -11,27 +13,91 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longweave.kernels.triton_launch import launch, unit_rows, why_not
+
+TILE = 4096  # numbers that a program holds of each tensor
+
 
 def serves(x: Tensor) -> bool:
     """Is x where these kernels run?"""
-    return False
+    return why_not(x) is None
 
 
 def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """out (T, H, Dv), lse (H, T), in place; rows of the part that saw nothing have lse = ±∞."""
-    raise NotImplementedError
+    from longweave.kernels.fused_kernels import merge_kernel
+
+    part_out, part_lse = unit_rows(part_out), unit_rows(part_lse)
+    tokens, heads, dim = out.shape
+    grid, meta = _tiles(tokens, heads, dim)
+    strides = *out.stride()[:2], lse.stride(0), *part_out.stride()[:2], part_lse.stride(0)
+    if out.numel():
+        launch(merge_kernel, grid, out, lse, part_out, part_lse, tokens, *strides, **meta)
 
 
 def finish(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A new (T, H, Dv) in `dtype`; lse gains the sinks (H,), in place."""
-    raise NotImplementedError
+    from longweave.kernels.fused_kernels import finish_kernel
+
+    result = torch.empty(out.shape, dtype=dtype, device=out.device)
+    tokens, heads, dim = out.shape
+    grid, meta = _tiles(tokens, heads, dim)
+    strides = *out.stride()[:2], lse.stride(0), *result.stride()[:2]
+    sinks = None if sinks is None else sinks.contiguous()
+    if out.numel():
+        launch(finish_kernel, grid, out, lse, result, sinks, tokens, *strides, HAS_SINKS=sinks is not None, **meta)
+    return result
 
 
 def delta(grad_out: Tensor, out: Tensor) -> Tensor:
     """(H, T) in float32."""
-    raise NotImplementedError
+    from longweave.kernels.fused_kernels import delta_kernel
+
+    grad_out, out = unit_rows(grad_out), unit_rows(out)
+    tokens, heads, dim = out.shape
+    result = torch.empty((heads, tokens), dtype=torch.float32, device=out.device)
+    grid, meta = _tiles(tokens, heads, dim)
+    strides = *grad_out.stride()[:2], *out.stride()[:2], result.stride(0)
+    if out.numel():
+        launch(delta_kernel, grid, grad_out, out, result, tokens, *strides, **meta)
+    return result
 
 
 def add_rows(total: Tensor, rows: Tensor, index: Tensor, offsets: Tensor) -> None:
-    """total[t] += Σ rows[index[j]], offsets[t] <= j < offsets[t + 1], added in that order."""
-    raise NotImplementedError
+    """total[t] += Σ rows[index[j]], offsets[t] <= j < offsets[t + 1], added in that order.
+
+    total (T, …) and rows (n, …) in float32; index and offsets in int32 or int64. Tokens without rows are not touched.
+    """
+    from longweave.kernels.fused_kernels import add_rows_kernel
+
+    if not total.numel() or not index.numel():
+        return
+    flat_total, flat_rows = total.view(len(total), -1), rows.view(len(rows), -1)
+    width = flat_total.shape[1]
+    block = min(_power_of_two(width), 1024)
+    grid = len(total), -(-width // block)
+    strides = flat_total.stride(0), flat_rows.stride(0)
+    launch(
+        add_rows_kernel,
+        grid,
+        flat_total,
+        flat_rows,
+        index,
+        offsets,
+        *strides,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=4 if block >= 512 else 1,
+    )
+
+
+def _tiles(tokens: int, heads: int, dim: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """A program takes some tokens of one head."""
+    padded = _power_of_two(dim)
+    block = max(1, TILE // padded)
+    return (-(-tokens // block), heads), {"DIM": dim, "PADDED": padded, "BLOCK": block}
+
+
+def _power_of_two(n: int) -> int:
+    """The next one, n itself included."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,62 @@
+"""How the package's own Triton kernels are started: where they run, and one launch.
+
+Triton comes with CUDA builds of torch. It is imported when a kernel is first launched, never before: its kernels live
+in modules of their own (`fused_kernels`, `attention/span_kernels`) that nothing imports at the top. With
+TRITON_INTERPRET=1 in the environment Triton interprets the kernels, and CPU tensors are served, too.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longweave.tensors import faking
+
+# Constants of the process: Triton itself reads the variable once, when a kernel is defined.
+INSTALLED = find_spec("triton") is not None
+INTERPRETED = INSTALLED and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not(x: Tensor) -> str | None:
+    """Why no Triton kernel can take x, or None."""
+    if not INSTALLED:
+        return "triton is not installed: it comes with CUDA builds of torch, or by pip install 'longweave[triton]'"
+    if x.device.type != "cuda" and not (INTERPRETED and x.device.type == "cpu"):
+        return f"tensors are on {x.device.type}"
+    if x.dtype not in DTYPES:
+        return f"it has no {str(x.dtype).removeprefix('torch.')}"
+    if INTERPRETED and x.dtype == torch.bfloat16:
+        return "Triton's interpreter has no bfloat16"
+    return None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
+    """Start `kernel` for every program of `grid`, on the device of the first argument."""
+    first = args[0]
+    assert isinstance(first, Tensor)
+    if faking():
+        return  # there is no memory to work on
+    if first.is_cuda:
+        with torch.cuda.device(first.device):
+            kernel[grid](*args, **options)
+    else:
+        kernel[grid](*args, **options)
+
+
+def capability(device: torch.device) -> int:
+    """80 for compute capability 8.0, and so on; what the interpreter and fake devices pretend to be, too."""
+    if device.type != "cuda" or faking() or torch.version.hip is not None:
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x with neighbours in its last dim side by side, as the kernels read it. A gradient of a sum may come expanded."""
+    return x if x.stride(-1) == 1 else x.contiguous()
