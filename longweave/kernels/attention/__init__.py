@@ -17,18 +17,21 @@ import torch
 from torch import Tensor
 
 from longweave.errors import BackendError, InputError
-from longweave.kernels.attention import cpu_flash, cuda_flash, flex, reference
+from longweave.kernels.attention import cpu_flash, cuda_flash, flex, reference, spans
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks
 from longweave.tensors import accumulation_dtype
 
 log = logging.getLogger("longweave.kernels")
 
-BACKENDS = ("cpu_flash", "flash_attn", "aten_flash", "flex", "reference")
+BACKENDS = ("cpu_flash", "flash_attn", "aten_flash", "triton", "flex", "reference")
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A backend with its options fixed.
+
+    `lists` is a second backend, for lists of tasks that the first one serves badly: on a GPU windows and many short
+    tasks go to Triton kernels, large causal and full ones to flash attention. Their results merge all the same.
 
     `runs` is for head counts that do not divide: (q start, q stop, k start, k stop) ranges of heads, in each of which
     every K/V head serves the same number of query heads. None: that holds for all heads together.
@@ -37,6 +40,7 @@ class Kernel:
     backend: str
     scale: float
     softcap: float | None = None
+    lists: str | None = None
     runs: tuple[tuple[int, int, int, int], ...] | None = None
 
     def forward(self, into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, fresh: bool = False) -> None:
@@ -57,49 +61,67 @@ class Kernel:
             grads = dq[:, a:b], dk[:, c:d], dv[:, c:d]
             self._backward(grads, queries.heads(a, b), k[:, c:d], v[:, c:d], tasks)
 
+    def serving(self, tasks: Tasks) -> str:
+        """The backend that these tasks go to."""
+        if self.lists is None or tasks.compiled(cuda_flash.is_large):
+            return self.backend
+        return self.lists
+
     def _runs(self, q: Tensor, k: Tensor) -> tuple[tuple[int, int, int, int], ...]:
         return ((0, q.shape[1], 0, k.shape[1]),) if self.runs is None else self.runs
 
     def _forward(self, into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, fresh: bool) -> None:
-        if self.backend == "cpu_flash":
+        backend = self.serving(tasks)
+        if backend == "cpu_flash":
             cpu_flash.forward(into, q, k, v, tasks, self.scale, fresh)
-        elif self.backend == "reference":
+        elif backend == "reference":
             reference.forward(into, q, k, v, tasks, self.scale, self.softcap)
-        elif self.backend == "flex":
+        elif backend == "flex":
             flex.forward(into, q, k, v, tasks, self.scale, self.softcap)
+        elif backend == "triton":
+            spans.forward(into, q, k, v, tasks, self.scale, self.softcap, fresh)
         else:
-            cuda_flash.forward(into, q, k, v, tasks, self.scale, self.softcap, self.backend)
+            cuda_flash.forward(into, q, k, v, tasks, self.scale, self.softcap, backend, fresh)
 
     def _backward(
         self, into: tuple[Tensor, Tensor, Tensor], queries: QuerySide, k: Tensor, v: Tensor, tasks: Tasks
     ) -> None:
-        if self.backend == "cpu_flash":
+        backend = self.serving(tasks)
+        if backend == "cpu_flash":
             cpu_flash.backward(into, queries, k, v, tasks, self.scale)
-        elif self.backend == "reference":
+        elif backend == "reference":
             reference.backward(into, queries, k, v, tasks, self.scale, self.softcap)
-        elif self.backend == "flex":
+        elif backend == "flex":
             flex.backward(into, queries, k, v, tasks, self.scale, self.softcap)
+        elif backend == "triton":
+            spans.backward(into, queries, k, v, tasks, self.scale, self.softcap)
         else:
-            cuda_flash.backward(into, queries, k, v, tasks, self.scale, self.softcap, self.backend)
+            cuda_flash.backward(into, queries, k, v, tasks, self.scale, self.softcap, backend)
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, backend: str = "auto") -> Kernel:
-    """The named backend, or the first that can serve. Raises `BackendError` if the named one cannot."""
+    """The named backend, or the best that can serve. Raises `BackendError` if the named one cannot."""
     reasons: dict[str, Callable[[], str | None]] = {
         "cpu_flash": lambda: cpu_flash.why_not(q, k, v, softcap),
         "flash_attn": lambda: cuda_flash.why_not_flash_attn(q, k, v),
         "aten_flash": lambda: cuda_flash.why_not_aten(q, k, v, softcap),
+        "triton": lambda: spans.why_not(q, k, v),
         "flex": lambda: flex.why_not(q, k, v),
         "reference": lambda: None,
     }
+    lists = None
     if backend == "auto":
         backend = next(name for name in BACKENDS if reasons[name]() is None)
+        if backend in ("flash_attn", "aten_flash") and reasons["triton"]() is None:
+            # Softcaps and head dims that flash kernels would have to fill up go to the other altogether.
+            odd = q.shape[-1] != v.shape[-1] or q.shape[-1] % 8
+            backend, lists = ("triton", None) if odd or softcap is not None else (backend, "triton")
     elif backend not in reasons:
         raise InputError(f"backend is {backend!r}; choose one of auto, {', '.join(BACKENDS)}")
     elif reason := reasons[backend]():
         raise BackendError(f"backend {backend!r} cannot serve this call: {reason}; choose another or 'auto'")
     log.debug("attention backend %s for %s on %s, q %s", backend, q.dtype, q.device, tuple(q.shape))
-    return Kernel(backend, scale, softcap)
+    return Kernel(backend, scale, softcap, lists)
 
 
 def attend(
