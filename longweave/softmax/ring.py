@@ -171,20 +171,29 @@ def ring_backward(
     dq = zeros_like_sum(queries.q)
     blocks = _Blocks(k, v, ring.counts)
     buffers = blocks.buffers(k.dtype) if ring.size > 1 else []
+
+    def computed(block: Tensor, source: int) -> Tensor:
+        """What this rank adds to the gradient of a block."""
+        grad = zeros_like_sum(block)
+        kernel.backward((dq, *blocks.unpack(grad, source)), queries, *blocks.unpack(block, source), tasks[source])
+        return grad
+
     block = blocks.pack(k, v)
-    own = zeros_like_sum(block)
-    grad, returning = own, None
+    own, returning = block, None
     for step in range(ring.size):
         source = (ring.index + step) % ring.size
         arriving = None
         if step + 1 < ring.size:
             arriving = ring.pass_on(block, blocks.fit(buffers[step % 2], source + 1), -1)
-        if step > 0:
-            grad = zeros_like_sum(block)
-        kernel.backward((dq, *blocks.unpack(grad, source)), queries, *blocks.unpack(block, source), tasks[source])
-        if step > 0:
-            if returning:
-                grad += returning.wait()
+        if step == 0:
+            own = computed(block, source)
+        else:
+            if returning is None:
+                grad = computed(block, source)
+            elif len(tasks[source]):
+                grad = computed(block, source).add_(returning.wait())
+            else:  # nothing of mine: it goes on as it came
+                grad = returning.wait()
             room = torch.empty(blocks.size(source + 1), dtype=grad.dtype, device=grad.device)
             returning = ring.pass_on(grad, room, -1)
         if arriving:
