@@ -1,55 +1,52 @@
-"""Flash attention on CUDA with `cu_seqlens`: PyTorch's own kernels, or the flash-attn package where it is installed.
+"""Flash attention on CUDA with `cu_seqlens`: PyTorch's own operator, or the flash-attn package.
 
-Both take many (query range, key range) segments in one call, causal aligned at the bottom right, but a query only once
-per call. So tasks are dealt into waves: each wave is one call in which no query occurs twice, and the results of the
-waves are merged. No GPU has run this yet: the preparation of arguments is tested, the kernels are not.
+    tasks ──▶ waves (waves.py) ──▶ for each: one call on q, k, v as they lie in memory, and one merge
+
+Both are FlashAttention-2; `torch.nn.attention.activate_flash_attention_impl` puts version 3 or 4 under the operator of
+PyTorch. No GPU has run this yet. The operator itself has run, with CPU kernels that follow the rules of each version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, TaskRows, Tasks
-from longweave.tensors import Indices
+from longweave.kernels.attention.partial import Partial, QuerySide, TaskRows, Tasks
+from longweave.kernels.attention.waves import Wave, compile_waves
+
+# -- who serves ----------------------------------------------------------------------------------------
 
 
-class Wave(NamedTuple):
-    """One varlen call: segment i has the queries q[i] and keys k[i], as (start, stop); the window is (left, right)."""
+def order() -> tuple[str, str]:
+    """In which order `auto` tries the two.
 
-    q: tuple[tuple[int, int], ...]
-    k: tuple[tuple[int, int], ...]
-    window: tuple[int, int]
-    borders: Indices  # cu_seqlens of queries and of keys
+    flash-attn is there because someone wanted it, and has softcap. But whoever has activated another version under
+    PyTorch's operator wants that one: on its hardware it is up to twice as fast.
+    """
+    return ("flash_attn", "aten_flash") if _activated() is None else ("aten_flash", "flash_attn")
 
 
 def why_not_aten(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None:
     if softcap is not None:
         return "it has no softcap"
-    return _why_not(q, v)
+    return _why_not(q, v) or _why_not_activated(q, v)
 
 
 def why_not_flash_attn(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    if not _has_flash_attn():
-        return "flash-attn is not installed"
-    return _why_not(q, v)
-
-
-@lru_cache(maxsize=1)  # a constant of the process
-def _has_flash_attn() -> bool:
-    return find_spec("flash_attn") is not None
+    # In this order: the package is imported only where it can serve.
+    return _why_not(q, v) or _flash_attn()[1]
 
 
 def _why_not(q: Tensor, v: Tensor) -> str | None:
-    if q.device.type != "cuda":
+    if (capability := _capability(q)) is None:
         return f"tensors are on {q.device.type}"
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
+    if capability < (8, 0):
         return "it needs compute capability 8.0"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {q.dtype}"
@@ -58,47 +55,97 @@ def _why_not(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def compile_waves(rows: TaskRows) -> tuple[Wave, ...]:
-    """Deal tasks into as few waves as greedy filling gives; one wave has one window."""
-    waves: list[tuple[tuple[int, int], list[tuple[int, int]], list[tuple[int, int]]]] = []
-    for q0, q1, k0, k1, lo, hi in sorted(rows.tolist()):
-        window = _window(q1, k1, lo, hi)
-        fitting = (wave for wave in waves if wave[0] == window and wave[1][-1][1] <= q0)
-        wave = next(fitting, None)
-        if wave is None:
-            wave = (window, [], [])
-            waves.append(wave)
-        wave[1].append((q0, q1))
-        wave[2].append((k0, k1))
-    return tuple(Wave(tuple(qs), tuple(ks), window, Indices(_borders(qs), _borders(ks))) for window, qs, ks in waves)
+def _capability(q: Tensor) -> tuple[int, int] | None:
+    """Of the device, if it is one for these kernels."""
+    return torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
 
 
-def _borders(spans: list[tuple[int, int]]) -> npt.NDArray[np.int32]:
-    return np.cumsum([0, *(b - a for a, b in spans)]).astype(np.int32)
+def _why_not_activated(q: Tensor, v: Tensor) -> str | None:
+    """What version 3 or 4 under PyTorch's operator cannot do.
 
-
-def _window(q1: int, k1: int, lo: int, hi: int) -> tuple[int, int]:
-    """Limits on k − q as flash-attention's window, which counts from the bottom right corner; −1 is no limit.
-
-    Row i of n may see column j of m if  i + (m − n) − left <= j <= i + (m − n) + right.
+    All of them take strided tensors, windows and segments without queries or keys, and give lse as (heads, tokens).
     """
-    left = -1 if lo <= -NO_LIMIT else k1 - q1 - lo
-    right = -1 if hi >= NO_LIMIT else q1 + hi - k1
-    return left, right
+    name, dim = _activated(), _even(max(q.shape[-1], v.shape[-1]))
+    major = (_capability(q) or (0, 0))[0]
+    if name is None:
+        return None
+    remedy = "torch.nn.attention.restore_flash_attention_impl() brings back PyTorch's own"
+    if name == "FA3":
+        if major != 9:
+            return f"the activated FA3 needs compute capability 9, not {major}; {remedy}"
+        if dim > 192 and torch.are_deterministic_algorithms_enabled():
+            return f"the activated FA3 has no deterministic backward for head dim {dim}; {remedy}"
+    elif name == "FA4":
+        if major not in (9, 10):
+            return f"the activated FA4 needs compute capability 9 or 10, not {major}; {remedy}"
+        if major == 10 and dim > 128 and dim != 256:
+            return f"the activated FA4 takes head dims up to 128, and 256, but not {dim}; {remedy}"
+    else:
+        return f"what the activated {name} does with windows and empty segments is not known; {remedy}"
+    return None
+
+
+def _activated() -> str | None:
+    """The name of what was put under PyTorch's operator; None is its own FlashAttention-2."""
+    current: Callable[[], str | None] | None = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()  # torch < 2.11 has nothing to activate
+
+
+@lru_cache(maxsize=1)  # a constant of the process
+def _flash_attn() -> tuple[Any, str | None]:
+    """The module of flash-attn with the functions that are called here, or why there is none."""
+    try:
+        spec = find_spec("flash_attn")
+        if spec is None:
+            return None, "flash-attn is not installed"
+        if spec.origin is None:  # a folder without __init__.py: what flash-attn-4 alone leaves there
+            return None, "flash-attn is not installed (flash-attn-4 is: activate_flash_attention_impl('FA4') serves it)"
+        module = import_module("flash_attn.flash_attn_interface")
+    except Exception as error:  # whatever a broken installation raises
+        return None, f"flash-attn cannot be imported: {type(error).__name__}: {error}"
+    for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"):
+        if not hasattr(module, name):
+            return None, f"flash-attn has no {name}; version 2.7 or later is needed"
+    return module, None
+
+
+def is_large(rows: TaskRows) -> bool:
+    """Do these kernels beat one that walks a list of tasks? For `Tasks.compiled`.
+
+    They are faster at the products, by about a third: 4·D operations for each pair and head. But they hand back a
+    partial per wave, and merging it moves 10·D bytes for each query and head (out read in 16 bits, and read and written
+    in 32), where a kernel over a list keeps it in registers. At 600 against 400 TFLOP/s and 3.3 TB/s (taken, not
+    measured) the two are even at 900 pairs for each query of a wave. For windows no such gain is known.
+    """
+    waves = compile_waves(rows)
+    if len(waves) > 4 or any(wave.window not in ((-1, -1), (-1, 0)) for wave in waves):
+        return False
+    return sum(wave.area for wave in waves) >= 1024 * sum(wave.q[1] - wave.q[0] for wave in waves)
+
+
+# -- forward and backward ------------------------------------------------------------------------------
 
 
 def forward(
-    into: Partial, q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float, softcap: float | None, backend: str
+    into: Partial,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tasks: Tasks,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+    fresh: bool = False,
 ) -> None:
     v_dim = v.shape[-1]
+    q, k, v = _fitted(q, k, v)
     for wave in tasks.compiled(compile_waves):
-        args = _arguments(wave, q, k, v)
-        out, lse = _call_forward(args, wave, scale, softcap, backend)
-        at = 0
-        for q0, q1 in wave.q:
-            part = slice(at, at + q1 - q0)
-            into.add(q0, q1, out[part, :, :v_dim].transpose(0, 1), lse[:, part])
-            at += q1 - q0
+        (a, b), (c, d) = wave.q, wave.k
+        out, lse = _call_forward(q[a:b], k[c:d], v[c:d], wave, scale, softcap, backend)
+        if fresh and wave.first:
+            into.write(a, b, out[..., :v_dim], lse)
+        else:
+            into.add(a, b, out[..., :v_dim], lse)  # of a query in a gap, out is 0 and lse ±∞
 
 
 def backward(
@@ -111,67 +158,64 @@ def backward(
     softcap: float | None,
     backend: str,
 ) -> None:
-    dq, dk, dv = into
-    q, dtype = queries.q, queries.q.dtype
+    """The merged lse makes the weights, so it is −∞ only for queries that see nothing anywhere: those are in gaps."""
+    dtype = queries.q.dtype
+    q, k, v, out, grad_out = _fitted(queries.q, k, v, queries.out.to(dtype), queries.grad_out.to(dtype))
     for wave in tasks.compiled(compile_waves):
-        args = _arguments(wave, q, k, v)
-        dim = args["q"].shape[-1]
-        out, grad_out = (_take(x.to(dtype), wave.q, dim) for x in (queries.out, queries.grad_out))
-        lse = torch.cat([queries.lse[:, a:b] for a, b in wave.q], 1).float()
-        gq, gk, gv = _call_backward(args, {"out": out, "grad_out": grad_out}, lse, wave, scale, softcap, backend)
-        for total, grad, spans in ((dq, gq, wave.q), (dk, gk, wave.k), (dv, gv, wave.k)):
-            at = 0
-            for a, b in spans:
-                total[:, a:b] += grad[at : at + b - a, :, : total.shape[-1]].transpose(0, 1)
-                at += b - a
+        (a, b), (c, d) = wave.q, wave.k
+        lse = queries.lse[:, a:b].contiguous()
+        grads = _call_backward(
+            grad_out[a:b], q[a:b], k[c:d], v[c:d], out[a:b], lse, wave, scale, softcap, backend
+        )  # fmt: skip
+        for total, grad, (start, stop) in zip(into, grads, (wave.q, wave.k, wave.k), strict=True):
+            total[start:stop] += grad[..., : total.shape[-1]]
 
 
-def _arguments(wave: Wave, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """Packed q, k, v (tokens, heads, dim) of a wave and their borders; head dims filled up to a multiple of 8."""
-    dim = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    cu_q, cu_k = wave.borders.on(q.device)
-    return {
-        "q": _take(q, wave.q, dim),
-        "k": _take(k, wave.k, dim),
-        "v": _take(v, wave.k, dim),
-        "cu_q": cu_q,
-        "cu_k": cu_k,
-        "max_q": max(b - a for a, b in wave.q),
-        "max_k": max(b - a for a, b in wave.k),
-    }
+def _fitted(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """One head dim for all, a multiple of 8, and rows that loads of 16 bytes can begin at: copies only where needed."""
+    dim = _even(max(x.shape[-1] for x in tensors))
+    return tuple(
+        _aligned(torch.nn.functional.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x) for x in tensors
+    )
 
 
-def _take(x: Tensor, spans: tuple[tuple[int, int], ...], dim: int) -> Tensor:
-    packed = torch.cat([x[:, a:b] for a, b in spans], 1).transpose(0, 1)
-    if packed.shape[-1] < dim:
-        packed = torch.nn.functional.pad(packed, (0, dim - packed.shape[-1]))
-    return packed.contiguous()
+def _even(dim: int) -> int:
+    return -(-dim // 8) * 8
+
+
+def _aligned(x: Tensor) -> Tensor:
+    fits = x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == x.storage_offset() % 8 == 0
+    return x if fits else x.contiguous()
+
+
+# -- calls ---------------------------------------------------------------------------------------------
 
 
 def _call_forward(
-    a: dict[str, Any], wave: Wave, scale: float, softcap: float | None, backend: str
+    q: Tensor, k: Tensor, v: Tensor, wave: Wave, scale: float, softcap: float | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     """out (queries, H, dim), lse (H, queries)."""
     left, right = wave.window
+    shape = (*wave.borders.on(q.device), wave.max_q, wave.max_k)
     if backend == "flash_attn":
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
-        out, lse, *_ = _flash_attn_varlen_forward(
-            a["q"], a["k"], a["v"], a["cu_q"], a["cu_k"], a["max_q"], a["max_k"],
-            dropout_p=0.0, softmax_scale=scale, causal=False,
+        out, lse, *_ = _flash_attn()[0]._flash_attn_varlen_forward(
+            q, k, v, *shape, dropout_p=0.0, softmax_scale=scale, causal=False,
             window_size_left=left, window_size_right=right, softcap=softcap or 0.0, return_softmax=False,
         )  # fmt: skip
         return out, lse
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        a["q"], a["k"], a["v"], a["cu_q"], a["cu_k"], a["max_q"], a["max_k"],
-        0.0, False, False, scale=scale, window_size_left=_limit(left), window_size_right=_limit(right),
+        q, k, v, *shape, 0.0, False, False,
+        scale=scale, window_size_left=_limit(left), window_size_right=_limit(right),
     )  # fmt: skip
     return out, lse
 
 
 def _call_backward(
-    a: dict[str, Any],
-    merged: dict[str, Tensor],
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
     lse: Tensor,
     wave: Wave,
     scale: float,
@@ -179,21 +223,19 @@ def _call_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = wave.window
+    shape = (*wave.borders.on(q.device), wave.max_q, wave.max_k)
     if backend == "flash_attn":
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
-        grads = torch.empty_like(a["q"]), torch.empty_like(a["k"]), torch.empty_like(a["v"])
-        _flash_attn_varlen_backward(
-            merged["grad_out"], a["q"], a["k"], a["v"], merged["out"], lse, *grads,
-            a["cu_q"], a["cu_k"], a["max_q"], a["max_k"],
-            dropout_p=0.0, softmax_scale=scale, causal=False, window_size_left=left, window_size_right=right,
-            softcap=softcap or 0.0, alibi_slopes=None, deterministic=True,
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        _flash_attn()[0]._flash_attn_varlen_backward(
+            grad_out, q, k, v, out, lse, *grads, *shape, dropout_p=0.0, softmax_scale=scale, causal=False,
+            window_size_left=left, window_size_right=right, softcap=softcap or 0.0, alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),  # the operator of PyTorch asks that itself
         )  # fmt: skip
         return grads
-    none = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # the random state of a dropout that is not there
+    none = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout that is not there
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        merged["grad_out"], a["q"], a["k"], a["v"], merged["out"], lse, a["cu_q"], a["cu_k"], a["max_q"], a["max_k"],
-        0.0, False, none, none[:0], scale=scale, window_size_left=_limit(left), window_size_right=_limit(right),
+        grad_out, q, k, v, out, lse, *shape, 0.0, False, none, none[:0],
+        scale=scale, window_size_left=_limit(left), window_size_right=_limit(right),
     )  # fmt: skip
     return dq, dk, dv
 
