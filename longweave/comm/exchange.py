@@ -186,7 +186,10 @@ def reduce_scatter_v(x: Tensor, counts: Sequence[int], comm: Comm) -> Pending[Te
     trailing, given = x.shape[1:], x.dtype  # `finish` must not hold on to x
 
     def finish() -> Tensor:
-        parts = list(pending.wait().view(comm.size - 1, mine, *trailing).unbind())
+        others = pending.wait().view(comm.size - 1, mine, *trailing)
+        if own.is_cuda:  # one kernel, whose order does not change either
+            return torch.cat([others[: comm.rank], own[None], others[comm.rank :]]).sum(0, dtype=dtype).to(given)
+        parts = list(others.unbind())
         parts.insert(comm.rank, own)
         total = parts[0].to(dtype, copy=True)
         for part in parts[1:]:

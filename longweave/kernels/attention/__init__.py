@@ -111,7 +111,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
     }
     lists = None
     if backend == "auto":
-        backend = next(name for name in BACKENDS if reasons[name]() is None)
+        order = ("cpu_flash", *cuda_flash.order(), "triton", "flex", "reference")
+        backend = next(name for name in order if reasons[name]() is None)
         if backend in ("flash_attn", "aten_flash") and reasons["triton"]() is None:
             # Softcaps and head dims that flash kernels would have to fill up go to the other altogether.
             odd = q.shape[-1] != v.shape[-1] or q.shape[-1] % 8
