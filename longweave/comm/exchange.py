@@ -187,8 +187,9 @@ def reduce_scatter_v(x: Tensor, counts: Sequence[int], comm: Comm) -> Pending[Te
 
     def finish() -> Tensor:
         others = pending.wait().view(comm.size - 1, mine, *trailing)
-        if own.is_cuda:  # one kernel, whose order does not change either
-            return torch.cat([others[: comm.rank], own[None], others[comm.rank :]]).sum(0, dtype=dtype).to(given)
+        if own.is_cuda:  # few kernels however many ranks there are; their order does not change either
+            before, after = others[: comm.rank].sum(0, dtype=dtype), others[comm.rank :].sum(0, dtype=dtype)
+            return before.add_(own).add_(after).to(given)
         parts = list(others.unbind())
         parts.insert(comm.rank, own)
         total = parts[0].to(dtype, copy=True)
