@@ -1,0 +1,93 @@
+"""The flash backend on ranks: the real aten operators, with CPU kernels that follow the rules of each version."""
+
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_cases import MASKS as KERNEL_MASKS
+from flash_rules import RULES, installed
+from reference import Problem, solve, worst
+from test_attention import MASKS, STRATEGIES, compare, layout_of
+
+import longweave as lw
+from longweave.kernels.attention import attend, attend_backward, cuda_flash
+from longweave.kernels.attention.partial import QuerySide, Tasks
+from longweave.kernels.attention.waves import compile_waves
+from longweave.launch import Ranks
+from longweave.plan.tasks import fuse
+
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+WIDE = {"wide window": lw.Mask.sliding_window([0, 90, 91, 107], 33)}
+
+
+def on_cpu(rules: str) -> ExitStack:
+    """The operators by these rules, and a backend that takes a CPU for the device it wants."""
+    stack = ExitStack()
+    stack.calls = stack.enter_context(installed(rules))
+    stack.enter_context(patch.object(cuda_flash, "_capability", lambda q: (9, 0)))
+    return stack
+
+
+def every_mask(strategy: str, options: dict, rules: str, dtype: torch.dtype) -> None:
+    """Every mask and layout on these ranks."""
+    failed = []
+    with on_cpu(rules) as stack:
+        for name, mask in (MASKS | WIDE).items():
+            problem = Problem.random(mask.total, dtype=dtype, sinks=name in ("causal", "window", "slices"))
+            for layout in ("zigzag", "contiguous", "odd"):
+                spans = layout_of(layout, mask, dist.get_world_size())
+                call = {"backend": "aten_flash"}
+                try:
+                    compare(mask, spans, strategy, options, problem, TOLERANCE[dtype], call_options=call)
+                except AssertionError as error:
+                    failed.append(f"{name}, {layout}: {error!r}")
+        assert {"forward", "backward"} <= set(stack.calls)
+    assert not failed, f"{len(failed)} of {3 * len(MASKS | WIDE)}: {failed}"
+
+
+@pytest.mark.parametrize("rules", ["FA2", "FA3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_ranks(ranks: Ranks, strategy: str, rules: str) -> None:
+    name, options = STRATEGIES[strategy]
+    ranks.run(every_mask, name, options, rules, torch.float16 if rules == "FA2" else torch.bfloat16, size=4)
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("name", KERNEL_MASKS)
+def test_on_one_rank(name: str, rules: str) -> None:
+    """Also K and V in one buffer, head dims that must be filled up, and a second time from the same tasks."""
+    mask, dtype = KERNEL_MASKS[name], torch.float16
+    tasks = Tasks(fuse(mask.rows))
+    for dim, v_dim in ((16, 16), (20, 12)):
+        problem = Problem.random(mask.total, heads=4, kv_heads=2, dim=dim, v_dim=v_dim, dtype=dtype)
+        expected = solve(problem, mask)
+        both = torch.cat([problem.k, problem.v], -1)
+        k, v = both[..., :dim], both[..., dim:]
+        with on_cpu(rules) as stack:
+            out, lse = attend(problem.q, k, v, tasks, backend="aten_flash")
+            side = QuerySide(problem.grad, problem.q, out.to(dtype), lse)
+            grads = attend_backward(side, k, v, tasks, backend="aten_flash")
+        found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse.t(), *grads), strict=True))
+        for which, value in found.items():
+            assert worst(value, expected[which]) < TOLERANCE[dtype], which
+        waves = len(tasks.compiled(compile_waves))
+        assert stack.calls == ["forward"] * waves + ["backward"] * waves
+
+
+def test_nothing_is_copied() -> None:
+    """q, k and v reach the operator where they are, also as parts of one buffer and with gaps between the tasks."""
+    mask = lw.Mask.from_slices(300, [((10, 90), (20, 80), "full"), ((100, 200), (120, 290), "causal")])
+    problem = Problem.random(mask.total, dtype=torch.float16)
+    both = torch.cat([problem.k, problem.v], -1)
+    places = {x.untyped_storage().data_ptr() for x in (problem.q, both)}
+    seen = set()
+
+    def watch(q, k, v, *rest):
+        seen.update(x.untyped_storage().data_ptr() for x in (q, k, v))
+        return torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
+
+    with on_cpu("FA2"), patch.object(cuda_flash, "_call_forward", watch):
+        attend(problem.q, both[..., :16], both[..., 16:], Tasks(mask.rows), backend="aten_flash")
+    assert seen == places
