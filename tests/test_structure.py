@@ -78,7 +78,7 @@ KEPT = {
     "longweave/kernels/attention/cuda_flash.py": {"_has_flash_attn"},
     "longweave/kernels/attention/flex.py": {"_compiled"},
     "longweave/kernels/attention/partial.py": {"compiled_merge"},
-    "longweave/kernels/recurrence/fla.py": {"load_op"},
+    "longweave/kernels/recurrence/fla.py": {"load"},
 }
 CONTEXT_VARIABLES = {
     "longweave/comm/agreement.py": ["longweave_checks"],  # are ranks compared?

@@ -11,59 +11,29 @@
 
 Backward is the mirror image: LAST runs at once, MID gives its C, C's travel, HEAD and MID run with the gradient of
 their last state. M was kept by forward, so only C travels. What travels does not grow with the sequence: one message to
-each peer, its rows of states, then its rows of transitions, in float32 (float64 for float64 inputs).
+each peer, see `chains.py`.
 
-                 own rows            received rows
-    U or C   [ HEAD MID ... | from rank 0, from rank 1, ... ]        (rows, H, K, V)
-    M        [ MID ...      | from rank 0, from rank 1, ... ]        (rows, H, K, K), (K, 1), (1, 1), or None
+This is the engine that runs everywhere, in torch: stages of `kernels/recurrence/scan.py` in one autograd Function. The
+other one, on fused kernels, is `fused.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longweave.comm.exchange import Comm, Pending, all_to_all_v, done
-from longweave.kernels.recurrence.chunks import ChunkTable, chunk_table
 from longweave.kernels.recurrence.factors import ChunkedInputs
-from longweave.kernels.recurrence.mixer import Kind, Mixer, times, transition_shape
+from longweave.kernels.recurrence.mixer import Mixer, transition_shape
 from longweave.kernels.recurrence.scan import Run, backward_run, backward_summary, run, summary
-from longweave.plan.chains import ChainStep, Messages, rank_chains
-from longweave.plan.fragments import Fragments, Role
-from longweave.tensors import Indices
+from longweave.linear.chains import Chains, Summaries
+from longweave.plan.fragments import Role
 
 # Factors that one stage makes for the next are kept up to this size; beyond it they are made twice.
 KEEP_BYTES = 1 << 30
-
-
-class Segments:
-    """Spans of local tokens, each with a state of its own, and their chunk table on each type of device."""
-
-    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        self.spans = tuple(spans)
-        self._tables: dict[str, ChunkTable] = {}
-
-    def table(self, device: torch.device) -> ChunkTable:
-        if device.type not in self._tables:
-            self._tables[device.type] = chunk_table(self.spans, device=device.type)
-        return self._tables[device.type]
-
-
-class Chains:
-    """The chains of a layout seen from one rank: its fragments by role, what it sends, and the walks along them."""
-
-    def __init__(self, fragments: Fragments, comm: Comm) -> None:
-        self.comm = comm
-        chains = rank_chains(fragments, comm.rank)
-        self.segments = {role: Segments(chains.spans[role]) for role in Role}
-        self.forward = _Direction(chains.forward, chains.forward_steps, comm, chains.communicates)
-        self.backward = _Direction(chains.backward, chains.backward_steps, comm, chains.communicates)
 
 
 def affine_mix(mixer: Mixer, inputs: Sequence[Tensor], chains: Chains) -> Tensor:
@@ -193,70 +163,3 @@ def _transitions(mixer: Mixer, M: Tensor | None, U: Tensor) -> Tensor | None:
     if M is None and shape is not None:
         return U.new_empty((0, U.shape[1], *shape))
     return M
-
-
-# -- rows between ranks, and the walk along the chains -------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Summaries:
-    """States (rows, H, K, V) and transitions (rows, H, …) that a rank knows; None where the kind has none."""
-
-    states: Tensor
-    transitions: Tensor | None
-
-
-class _Direction:
-    """Messages and steps of one rank along its chains, forward or back, with their index tensors."""
-
-    def __init__(self, messages: Messages, steps: Sequence[ChainStep], comm: Comm, communicates: bool) -> None:
-        self.messages, self.comm, self.communicates = messages, comm, communicates
-        self._sent = Indices(*messages.send_states, *messages.send_transitions)
-        self._steps = [Indices(step.states, step.transitions, step.of, step.into) for step in steps]
-
-    def exchange(self, own: Summaries) -> Pending[Summaries]:
-        """Own rows followed by those of others, once they have arrived."""
-        if not self.communicates:
-            return done(own)
-        messages, states, transitions = self.messages, own.states, own.transitions
-        index, peers = self._sent.on(states.device), len(messages.send_states)
-        transition_size = 0 if transitions is None else _size(transitions)
-        send_splits, recv_splits = messages.splits(_size(states), transition_size)
-        parts: list[Tensor] = []
-        for state_rows, transition_rows in zip(index[:peers], index[peers:], strict=True):
-            parts.append(states.index_select(0, state_rows).flatten())
-            if transitions is not None:
-                parts.append(transitions.index_select(0, transition_rows).flatten())
-        pending = all_to_all_v(torch.cat(parts), send_splits, recv_splits, self.comm)
-
-        def unpack() -> Summaries:
-            found, found_transitions = [states], [] if transitions is None else [transitions]
-            arrived = torch.split(pending.wait(), recv_splits)
-            counts = zip(arrived, messages.recv_states, messages.recv_transitions, strict=True)
-            for message, state_count, transition_count in counts:
-                cut = state_count * _size(states)
-                found.append(message[:cut].view(state_count, *states.shape[1:]))
-                if transitions is not None:
-                    found_transitions.append(message[cut:].view(transition_count, *transitions.shape[1:]))
-            return Summaries(torch.cat(found), torch.cat(found_transitions) if found_transitions else None)
-
-        return Pending((), unpack)
-
-    def walk(self, kind: Kind, rows: Summaries, waiting: int, *, transposed: bool = False) -> Tensor:
-        """The state that each of the `waiting` fragments of this rank receives: (waiting, H, K, V)."""
-        arriving = rows.states.new_empty((waiting, *rows.states.shape[1:]))
-        S = rows.states[:0]
-        for number, step in enumerate(self._steps):
-            which_states, which_transitions, of, into = step.on(S.device)
-            gained = rows.states.index_select(0, which_states)
-            if number:
-                M = None if rows.transitions is None else rows.transitions.index_select(0, which_transitions)
-                gained += times(kind, M, S[: len(gained)], transposed=transposed)
-            S = gained
-            arriving.index_copy_(0, into, S.index_select(0, of))
-        return arriving
-
-
-def _size(rows: Tensor) -> int:
-    """Elements of one row."""
-    return prod(rows.shape[1:])

@@ -30,7 +30,8 @@ from torch import Tensor
 from longweave.comm.exchange import Comm
 from longweave.core import METHODS, PackCore
 from longweave.kernels.recurrence.mixer import Mixer, transition_shape
-from longweave.linear.affine import Chains, Segments
+from longweave.kernels.recurrence.segments import Segments
+from longweave.linear.chains import Chains
 from longweave.plan.chains import sent_bytes
 from longweave.plan.fragments import Fragments, fragments
 from longweave.plan.layout import Layout
@@ -93,11 +94,16 @@ def move_all(tensors: Sequence[Tensor], way: TokenRoute) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """The method of a linear layer, bytes that the busiest rank sends with each (forward and backward), and why."""
+    """The method of a linear layer, bytes that the busiest rank sends with each (forward and backward), and why.
+
+    `backend` is what this rank computed on, and why that.
+    """
 
     method: str
     bytes_sent: Mapping[str, int]
     why: str
+    backend: str = ""
+    backend_why: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,25 +16,26 @@ in the docstrings below. All take `method`:
     "gather"     inputs travel to every rank, which computes everything and keeps its part
     "auto"       the pack's, else the one that sends the fewest bytes; `pack.methods` and the logger `longweave.linear`
                  say why
+
+and `backend`, what this rank computes on: "torch", "fla" (flash-linear-attention, CUDA) or "auto", see `engines.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from longweave.comm.agreement import compare
 from longweave.core import PackCore, check_method
-from longweave.errors import BackendError, InputError
-from longweave.kernels.recurrence import check_mixer, fla, mix
+from longweave.errors import InputError
+from longweave.kernels.recurrence import check_mixer
 from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.kernels.recurrence.linear_attention import ChannelDecay, HeadDecay, KimiDelta, LinearAttention
 from longweave.kernels.recurrence.mixer import Mixer
-from longweave.kernels.recurrence.reference import recurrent
-from longweave.linear.affine import Segments, affine_mix
+from longweave.linear.engines import Engine, check_backend, choose_engine
 from longweave.linear.gather import gathered
 from longweave.linear.methods import Contiguous, CutDocuments, MethodChoice, Sizes, choose, in_place, move_all, whole
 from longweave.pack import Pack, checked_core
@@ -62,8 +63,8 @@ def gated_delta_rule(
     g: log decay (tokens, Hv), normally ≤ 0; None is no decay (DeltaNet). beta: (tokens, Hv).
     method: "auto", "affine", "reshard" or "gather", see `longweave.linear.mixers`.
     scale: of q; K^-1/2 by default. qk_l2norm: use x·rsqrt(Σx² + 1e-6) of q and k.
-    backend: for documents that are not cut: "torch" (any device), "recurrent" (the reference loop), "fla" (CUDA,
-        flash-linear-attention), or "auto": "fla" where it can serve, else "torch". Cut ones need "torch".
+    backend: "torch" (any device), "fla" (flash-linear-attention, CUDA), "auto": "fla" where it can serve, else
+        "torch"; or "recurrent", the reference loop, for documents that are not cut.
     check_finite: refuse, on all ranks, a g that has NaN or ±∞. Waits for the device and for the other ranks.
 
     Returns out (tokens, Hv, V) in the dtype of q. States are float32 (float64 for float64 inputs), also under autocast.
@@ -76,34 +77,19 @@ def gated_delta_rule(
 
     def check(core: PackCore) -> None:
         check_mixer(q, k, v, g=g, beta=beta)
-        if backend not in ("auto", "torch", "recurrent", "fla"):
-            raise InputError(f'backend is "{backend}"; choose "auto", "torch", "recurrent" or "fla"')
-        if backend in ("recurrent", "fla") and _method(core, method) != "gather" and core.fragments.linked:
+        check_backend(backend, recurrent=True)
+        if backend == "recurrent" and _method(core, method) != "gather" and core.fragments.linked:
             raise InputError(
-                f'backend "{backend}" cannot take documents that the layout cuts; use backend "torch", or method '
-                '"gather"'
+                'backend "recurrent" cannot take documents that the layout cuts; use "torch", or method "gather"'
             )
-        if backend == "fla" and (reason := fla.refusal(q)):
-            raise BackendError(f"flash-linear-attention cannot serve this call: {reason}")
+        choose_engine(backend, GatedDeltaRule(1.0), (q, k, v))
 
     options = {"scale": scale, "qk_l2norm": qk_l2norm, "backend": backend, "check_finite": check_finite}
     call = _enter("gated_delta_rule", pack, method, (q, k, v, g, beta), options, check)
     if check_finite:
         _check_finite(call, g)
-    mixer = GatedDeltaRule(_scale(scale, k), qk_l2norm)
-
-    def local(inputs: Sequence[Tensor], segments: Segments) -> Tensor:
-        if backend == "recurrent":
-            borders = (0, *(stop for _, stop in segments.spans))
-            q, k, v, g, beta = inputs
-            return recurrent(q, k, v, g, beta, borders, scale=mixer.scale, qk_l2norm=qk_l2norm)[0]
-        if backend == "fla" or (backend == "auto" and fla.can_serve(inputs[0])):
-            q, k, v, g, beta = inputs
-            return fla.gated_delta_rule(q, k, v, g, beta, segments.spans, None, False, mixer.scale, qk_l2norm)[0]
-        return mix(mixer, inputs, segments.table(inputs[0].device))[0]
-
     decay = beta.new_zeros(()).expand(beta.shape) if g is None else g
-    return _mix(call, mixer, (q, k, v, decay, beta), local)
+    return _mix(call, GatedDeltaRule(_scale(scale, k), qk_l2norm), (q, k, v, decay, beta), backend)
 
 
 @eager
@@ -118,6 +104,7 @@ def kimi_delta_attention(
     method: str = "auto",
     scale: float | None = None,
     qk_l2norm: bool = False,
+    backend: str = "auto",
     check_finite: bool = False,
 ) -> Tensor:
     """KDA: as `gated_delta_rule`, with a log decay per channel, g (tokens, Hv, K)."""
@@ -125,12 +112,14 @@ def kimi_delta_attention(
 
     def check(core: PackCore) -> None:
         check_mixer(q, k, v, g=g, beta=beta, channel_decay=True)
+        check_backend(backend)
+        choose_engine(backend, KimiDelta(), (q, k, v))
 
-    options = {"scale": scale, "qk_l2norm": qk_l2norm, "check_finite": check_finite}
+    options = {"scale": scale, "qk_l2norm": qk_l2norm, "backend": backend, "check_finite": check_finite}
     call = _enter("kimi_delta_attention", pack, method, (q, k, v, g, beta), options, check)
     if check_finite:
         _check_finite(call, g)
-    return _mix(call, KimiDelta(_scale(scale, k), qk_l2norm), (q, k, v, g, beta))
+    return _mix(call, KimiDelta(_scale(scale, k), qk_l2norm), (q, k, v, g, beta), backend)
 
 
 @eager
@@ -143,6 +132,7 @@ def gated_linear_attention(
     *,
     method: str = "auto",
     scale: float | None = None,
+    backend: str = "auto",
     check_finite: bool = False,
 ) -> Tensor:
     """GLA: a log decay per channel, g (tokens, Hv, K), and no beta. scale defaults to K^-1/2."""
@@ -150,12 +140,14 @@ def gated_linear_attention(
 
     def check(core: PackCore) -> None:
         check_mixer(q, k, v, g=g, channel_decay=True)
+        check_backend(backend)
+        choose_engine(backend, ChannelDecay(), (q, k, v))
 
-    options = {"scale": scale, "check_finite": check_finite}
+    options = {"scale": scale, "backend": backend, "check_finite": check_finite}
     call = _enter("gated_linear_attention", pack, method, (q, k, v, g), options, check)
     if check_finite:
         _check_finite(call, g)
-    return _mix(call, ChannelDecay(_scale(scale, k)), (q, k, v, g))
+    return _mix(call, ChannelDecay(_scale(scale, k)), (q, k, v, g), backend)
 
 
 @eager
@@ -168,6 +160,7 @@ def lightning_attention(
     *,
     method: str = "auto",
     scale: float = 1.0,
+    backend: str = "auto",
 ) -> Tensor:
     """Lightning attention and RetNet: one log decay per head of v, log_decay (Hv,); None is no decay.
 
@@ -178,11 +171,14 @@ def lightning_attention(
     def check(core: PackCore) -> None:
         check_mixer(q, k, v)
         _check_per_head("log_decay", log_decay, v)
+        check_backend(backend)
+        choose_engine(backend, LinearAttention(), (q, k, v))
 
-    call = _enter("lightning_attention", pack, method, (q, k, v, log_decay), {"scale": scale}, check, per_token=3)
+    options = {"scale": scale, "backend": backend}
+    call = _enter("lightning_attention", pack, method, (q, k, v, log_decay), options, check, per_token=3)
     if log_decay is None:
-        return _mix(call, LinearAttention(scale), (q, k, v))
-    return _mix(call, HeadDecay(scale), (q, k, v, log_decay.expand(len(q), -1)))
+        return _mix(call, LinearAttention(scale), (q, k, v), backend)
+    return _mix(call, HeadDecay(scale), (q, k, v, log_decay.expand(len(q), -1)), backend)
 
 
 @eager
@@ -196,6 +192,7 @@ def ssd(
     *,
     D: Tensor | None = None,
     method: str = "auto",
+    backend: str = "auto",
 ) -> Tensor:
     """Mamba2's state space: S_t = e^{A Δ_t} S_{t−1} + Δ_t B_t x_tᵀ, y_t = S_tᵀ C_t + D x_t.
 
@@ -207,17 +204,17 @@ def ssd(
         check_mixer(C, B, x, beta=dt)
         _check_per_head("A", A, x)
         _check_per_head("D", D, x)
+        check_backend(backend)
+        choose_engine(backend, HeadDecay(), (C, B, x))
 
-    call = _enter("ssd", pack, method, (x, dt, B, C, A, D), {}, check, per_token=4)
+    call = _enter("ssd", pack, method, (x, dt, B, C, A, D), {"backend": backend}, check, per_token=4)
     wide = accumulation_dtype(x.dtype)
     step = dt.to(wide)
-    y = _mix(call, HeadDecay(), (C, B, x.to(wide) * step.unsqueeze(-1), A.to(wide) * step))
+    y = _mix(call, HeadDecay(), (C, B, x.to(wide) * step.unsqueeze(-1), A.to(wide) * step), backend)
     return y if D is None else (y + D.unsqueeze(-1) * x).to(y.dtype)
 
 
 # -- what they share ---------------------------------------------------------------------------------------
-
-Local = Callable[[Sequence[Tensor], Segments], Tensor]
 
 
 @dataclass(frozen=True)
@@ -264,32 +261,29 @@ def _method(core: PackCore, method: str) -> str:
     return core.method if method == "auto" else method
 
 
-def _mix(call: _Call, mixer: Mixer, inputs: Sequence[Tensor], local: Local | None = None) -> Tensor:
-    """Outputs of this rank's tokens. `local` mixes segments that need no state from outside."""
+def _mix(call: _Call, mixer: Mixer, inputs: Sequence[Tensor], backend: str) -> Tensor:
+    """Outputs of this rank's tokens."""
     core = call.core
-    if local is None:
-
-        def local(tensors: Sequence[Tensor], segments: Segments) -> Tensor:
-            return mix(mixer, tensors, segments.table(tensors[0].device))[0]
-
+    chosen = choose_engine(backend, mixer, inputs)
     asked = MethodChoice(call.method, {}, "asked for")
     choice = core.once(choose, Sizes.of(mixer, inputs)) if call.method == "auto" else asked
-    core.methods[call.name] = choice
+    core.methods[call.name] = replace(choice, backend=chosen.name, backend_why=chosen.why)
+    engine = chosen.engine
     if choice.method == "gather":
         documents = core.once(whole)
-        return gathered(lambda *full: local(full, documents), inputs, core.shards)
+        return gathered(lambda *full: engine.whole(mixer, full, documents), inputs, core.shards)
     cut = core.once(in_place)
     if choice.method == "reshard" and cut.fragments.communicates:
         contiguous = core.once(Contiguous)
-        out = _on_fragments(mixer, move_all(inputs, contiguous.there), contiguous, local)
+        out = _on_fragments(mixer, move_all(inputs, contiguous.there), contiguous, engine)
         return move_all([out], contiguous.there.back)[0]
-    return _on_fragments(mixer, inputs, cut, local)
+    return _on_fragments(mixer, inputs, cut, engine)
 
 
-def _on_fragments(mixer: Mixer, inputs: Sequence[Tensor], cut: CutDocuments, local: Local) -> Tensor:
+def _on_fragments(mixer: Mixer, inputs: Sequence[Tensor], cut: CutDocuments, engine: Engine) -> Tensor:
     if cut.fragments.linked:
-        return affine_mix(mixer, inputs, cut.chains)
-    return local(inputs, cut.local)
+        return engine.cut(mixer, inputs, cut.chains)
+    return engine.whole(mixer, inputs, cut.local)
 
 
 def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

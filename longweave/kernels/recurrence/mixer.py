@@ -49,13 +49,14 @@ from torch import Tensor
 Kind = Literal["none", "scalar", "diagonal", "dense"]
 
 
-def times(kind: Kind, M: Tensor | None, S: Tensor, *, transposed: bool = False) -> Tensor:
-    """M·S, or Mᵀ·S. None is the identity."""
+def advanced(kind: Kind, U: Tensor, M: Tensor | None, S: Tensor, *, transposed: bool = False) -> Tensor:
+    """M·S + U, or Mᵀ·S + U, of (…, K, V), in one operation. None is the identity."""
     if M is None:
-        return S
+        return U + S
     if kind != "dense":
-        return M * S
-    return torch.matmul(M.mT if transposed else M, S)
+        return torch.addcmul(U, M, S)
+    U_, M_, S_ = (x.flatten(0, -3) for x in (U, M.mT if transposed else M, S))
+    return torch.baddbmm(U_, M_, S_).view(U.shape)
 
 
 def transition_shape(kind: Kind, K: int) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from linear_cases import CASES, GDN, LINEAR, Case, engine_inputs, worst
 
 from longweave.kernels.recurrence.chunks import chunk_table
 from longweave.kernels.recurrence.factors import ChunkedInputs
-from longweave.kernels.recurrence.mixer import Mixer, times, transition_shape
+from longweave.kernels.recurrence.mixer import Mixer, advanced, transition_shape
 from longweave.kernels.recurrence.scan import backward_run, backward_summary, run, summary
 
 BY_NAME = {"ids": lambda case: case.name}
@@ -44,7 +44,7 @@ def test_fragments_joined_by_their_summaries_equal_the_whole(case: Case) -> None
     transitions = [None if M is None else M[at] for at in place]
     arriving = [start[0]]
     for at, transition in zip(place, transitions, strict=True):
-        arriving.append(times(mixer.kind, transition, arriving[-1]) + U[at])
+        arriving.append(advanced(mixer.kind, U[at], transition, arriving[-1]))
     done = run(forward, torch.stack([arriving[i] for i in order]))
     assert not forward._kept
     assert worst([done.out, arriving[-1]], [whole.out, whole.final_state[0]]) < 1e-10
@@ -53,7 +53,7 @@ def test_fragments_joined_by_their_summaries_equal_the_whole(case: Case) -> None
     C = backward_summary(back, d_out)
     leaving = [d_final[0]]
     for i in reversed(range(5)):
-        leaving.append(times(mixer.kind, transitions[i], leaving[-1], transposed=True) + C[place[i]])
+        leaving.append(advanced(mixer.kind, C[place[i]], transitions[i], leaving[-1], transposed=True))
     leaving = leaving[::-1]  # leaving[i] is the gradient of the state that fragment i receives
     grads, d_start = backward_run(back, done.states, d_out, torch.stack([leaving[i + 1] for i in order]))
     assert not back._kept
@@ -82,7 +82,7 @@ def test_the_summary_is_what_the_run_does_to_a_state(case: Case) -> None:
     chunked = ChunkedInputs(mixer, inputs, chunk_table([WHOLE], 16))
     U, M = summary(chunked)
     final = run(chunked, start).final_state
-    assert worst([times(mixer.kind, M, start) + U], [final]) < 1e-10
+    assert worst([advanced(mixer.kind, U, M, start)], [final]) < 1e-10
 
 
 def test_a_token_with_beta_0_and_g_0_is_the_identity() -> None:
