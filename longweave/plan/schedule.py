@@ -259,17 +259,17 @@ def _report(plan: Plan) -> Report:
     work, tasks = _areas(plan), _task_counts(plan)
     shape = plan.shape
     rows = []
-    for rank, (received, sent) in enumerate(_kv_tokens(plan)):
+    for rank, (received, sent) in enumerate(_kv_bytes(plan)):
         extra_in, extra_out = _head_exchange_bytes(plan, rank) if plan.ulysses_size > 1 else (0, 0)
         rows.append(
             RankReport(
                 rank,
                 plan.layout.counts[rank],
                 work[rank],
-                received,
-                sent,
-                received * shape.kv_bytes + extra_in,
-                sent * shape.kv_bytes + extra_out,
+                received // shape.kv_bytes,
+                sent // shape.kv_bytes,
+                received + extra_in,
+                sent + extra_out,
                 tasks[rank],
             )
         )
@@ -300,21 +300,24 @@ def _areas(plan: Plan) -> list[int]:
     return [round(blocks[rank // size] * shares[rank % size]) for rank in range(plan.world_size)]
 
 
-def _kv_tokens(plan: Plan) -> list[tuple[int, int]]:
-    """(received, sent) K/V tokens of each rank, of all K/V heads, on the way to other ranks' queries."""
-    counts, total, ranks = plan.layout.counts, plan.layout.total, plan.world_size
+def _kv_bytes(plan: Plan) -> list[tuple[int, int]]:
+    """(received, sent) bytes of K/V of each rank, on the way to other ranks' queries."""
+    counts, total, ranks, shape = plan.layout.counts, plan.layout.total, plan.world_size, plan.shape
     if plan.strategy == "groupcast":
         sent, received = traffic(plan.mask, plan.layout)
-        return list(zip(received.tolist(), sent.tolist(), strict=True))
+        return [(int(r) * shape.kv_bytes, int(s) * shape.kv_bytes) for r, s in zip(received, sent, strict=True)]
     if plan.strategy == "allgather":
-        return [(total - count, count * (ranks - 1)) for count in counts]
-    # A ring of blocks: all but the own arrive, all but the next one's leave; each rank carries its share of the heads.
+        return [((total - count) * shape.kv_bytes, count * (ranks - 1) * shape.kv_bytes) for count in counts]
+    # A ring of blocks: all but the own arrive, all but the next one's leave; each rank carries the K/V heads it reads.
     size = plan.ulysses_size
     blocks = [sum(counts[first : first + size]) for first in range(0, ranks, size)]
-    of_block = [
-        ((total - block) // size, (total - blocks[(i + 1) % len(blocks)]) // size) for i, block in enumerate(blocks)
+    heads = [stop - start for start, stop in split_heads(shape.heads, shape.kv_heads, size).k]
+    widths = [count * (shape.kv_bytes // shape.kv_heads) for count in heads]
+    of_block = [(total - block, total - blocks[(i + 1) % len(blocks)]) for i, block in enumerate(blocks)]
+    return [
+        (of_block[rank // size][0] * widths[rank % size], of_block[rank // size][1] * widths[rank % size])
+        for rank in range(ranks)
     ]
-    return [of_block[rank // size] for rank in range(ranks)]
 
 
 def _head_exchange_bytes(plan: Plan, rank: int) -> tuple[int, int]:

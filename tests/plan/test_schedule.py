@@ -71,6 +71,13 @@ def test_report_of_every_rank_on_an_uneven_layout() -> None:
     mask = Mask.full([0, 12])
     ring = make_plan(mask, layout, "ring").report().ranks
     assert [(r.tokens_received, r.tokens_sent) for r in ring] == [(6, 10), (10, 11), (11, 9), (9, 6)]
+    # Blocks of 8 and 4 tokens; each rank carries the K/V heads that it reads: one of two, or the only one.
+    halves, whole = (
+        make_plan(mask, layout, "ring", ulysses_size=2, heads=4, kv_heads=kv_heads, head_dim=8).report().ranks
+        for kv_heads in (2, 1)
+    )
+    assert [(r.tokens_received, r.tokens_sent) for r in halves] == [(2, 4), (2, 4), (4, 2), (4, 2)]
+    assert [(r.tokens_received, r.tokens_sent) for r in whole] == [(4, 8), (4, 8), (8, 4), (8, 4)]
     gather = make_plan(mask, layout, "allgather").report().ranks
     assert [(r.tokens_received, r.tokens_sent) for r in gather] == [(6, 18), (10, 6), (11, 3), (9, 9)]
     ulysses = make_plan(mask, layout, "ulysses", heads=4, kv_heads=4, head_dim=1, itemsize=1).report().ranks
