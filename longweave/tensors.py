@@ -64,15 +64,15 @@ class Order:
     """A permutation of rows, and the way back. One that changes nothing costs nothing."""
 
     def __init__(self, order: np.ndarray) -> None:
-        rising = np.array_equal(order, np.arange(len(order)))
-        self._indices = None if rising else Indices(order, np.argsort(order))
+        self.rising = np.array_equal(order, np.arange(len(order)))
+        self._indices = Indices(order, np.argsort(order))
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Row i of the result is row order[i] of x."""
-        return x if self._indices is None else x.index_select(0, self._indices.on(x.device)[0])
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Row i of the result is row order[i] of x. `out` is a place for it, unless the order changes nothing."""
+        return x if self.rising else torch.index_select(x, 0, self._indices.on(x.device)[0], out=out)
 
     def undo(self, x: Tensor) -> Tensor:
-        return x if self._indices is None else x.index_select(0, self._indices.on(x.device)[1])
+        return x if self.rising else x.index_select(0, self._indices.on(x.device)[1])
 
 
 def _place(device: torch.device) -> tuple[torch.device, int | None]:

@@ -60,7 +60,7 @@ class GroupCastStrategy:
         return *groupcast_backward(kernel, queries, k, v, self.own, self.stages, self._parts(received)), dsinks
 
     def _parts(self, received: Tensor | None) -> Sequence[Tensor | None]:
-        """What belongs to each stage, in order of arrival."""
+        """What belongs to each stage, in token order."""
         if received is None:
             return [None] * len(self.stages)
         return torch.split(received, [stage.tokens for stage in self.stages]) if self.stages else []
@@ -90,10 +90,13 @@ class Stage:
         """Received."""
         return sum(self.recv_splits)
 
-    def receive(self, k: Tensor, v: Tensor, into: Tensor | None) -> Pending[Tensor]:
-        """Exchange tokens of k and v; what arrives is (tokens, Hk, D + Dv) in order of arrival."""
+    def receive(self, k: Tensor, v: Tensor, into: Tensor | None = None) -> Pending[Tensor]:
+        """Exchange tokens of k and v; what comes is (tokens, Hk, D + Dv) in token order."""
         rows = take(k, v, self.sent.on(k.device)[0])
-        return all_to_all_v(rows, self.send_splits, self.recv_splits, self.comm, into)
+        if self.order.rising:
+            return all_to_all_v(rows, self.send_splits, self.recv_splits, self.comm, into)
+        arriving = all_to_all_v(rows, self.send_splits, self.recv_splits, self.comm)
+        return Pending((), lambda: self.order.apply(arriving.wait(), into))
 
     def send_home(self, grads: Tensor) -> Pending[Tensor]:
         """The reverse exchange: what comes back are gradients of the tokens that were sent, in sending order."""
@@ -125,10 +128,10 @@ def groupcast_forward(
     arriving = [stages[0].receive(k, v, into[0])] if stages else []
     kernel.forward(result, q, k, v, own, fresh=True)
     for step, stage in enumerate(stages):
-        arrived = arriving.pop().wait()
+        kv = arriving.pop().wait()
         if step + 1 < len(stages):
             arriving.append(stages[step + 1].receive(k, v, into[step + 1]))
-        kernel.forward(result, q, *split(stage.order.apply(arrived), k.shape[-1]), stage.tasks)
+        kernel.forward(result, q, *split(kv, k.shape[-1]), stage.tasks)
     return result
 
 
@@ -145,16 +148,15 @@ def groupcast_backward(
     k_dim = k.shape[-1]
     dq, total = zeros_like_sum(queries.q), zeros_like_sum(room_for(len(k), k, v))
     again = any(part is None for part in received)
-    arriving = [stage.receive(k, v, None) for stage in stages[:1]] if again else []
+    arriving = [stage.receive(k, v) for stage in stages[:1]] if again else []
     if again:
         kernel.backward((dq, *split(total, k_dim)), queries, k, v, own)  # while the first stage is on its way
     leaving: Pending[Tensor] | None = None
     for step, stage in enumerate(stages):
         kept = received[step]
-        arrived = arriving.pop().wait() if kept is None else kept
+        kv = arriving.pop().wait() if kept is None else kept
         if again and step + 1 < len(stages):
-            arriving.append(stages[step + 1].receive(k, v, None))
-        kv = stage.order.apply(arrived)
+            arriving.append(stages[step + 1].receive(k, v))
         grads = zeros_like_sum(kv)
         kernel.backward((dq, *split(grads, k_dim)), queries, *split(kv, k_dim), stage.tasks)
         if leaving:

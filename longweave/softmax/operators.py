@@ -74,6 +74,8 @@ def _attention_backward(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
     q, k, v, sinks, handle, *call, _ = inputs
     out, _, kept, kept_lse = output
+    ctx.set_materialize_grads(False)  # zeros for outputs that nobody differentiates
+    ctx.shape = out.shape
     ctx.sizes, ctx.call, ctx.has_sinks = [q.shape[1], k.shape[1], q.shape[2]], call, sinks is not None
     ctx.core = core_of(handle)  # what backward needs of the pack, also where a hook copies the handle
     needed = needs_inputs(ctx.core, Call(*call), q, k, v)
@@ -82,8 +84,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
     )
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     handle, kept, lse, *rest = ctx.saved_tensors
+    if grad_out is None:  # other ranks may have one, and wait for this rank's part
+        grad_out = kept.new_zeros(ctx.shape)
     sinks = rest.pop(0) if ctx.has_sinks else None
     grads = torch.ops.longweave.attention_backward(grad_out, rest, kept, lse, sinks, handle, ctx.sizes, *ctx.call)
     return _gradients(ctx, grads)

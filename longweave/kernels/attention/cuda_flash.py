@@ -115,12 +115,13 @@ def is_large(rows: TaskRows) -> bool:
     They are faster at the products, by about a third: 4·D operations for each pair and head. But they hand back a
     partial per wave, and merging it moves 10·D bytes for each query and head (out read in 16 bits, and read and written
     in 32), where a kernel over a list keeps it in registers. At 600 against 400 TFLOP/s and 3.3 TB/s (taken, not
-    measured) the two are even at 900 pairs for each query of a wave. For windows no such gain is known.
+    measured) the two are even at 900 pairs for each query of a wave. Several waves would pass over the same queries
+    again and again, and more so in backward. For windows no such gain is known.
     """
     waves = compile_waves(rows)
-    if len(waves) > 4 or any(wave.window not in ((-1, -1), (-1, 0)) for wave in waves):
+    if len(waves) != 1 or waves[0].window not in ((-1, -1), (-1, 0)):
         return False
-    return sum(wave.area for wave in waves) >= 1024 * sum(wave.q[1] - wave.q[0] for wave in waves)
+    return waves[0].area >= 1024 * (waves[0].q[1] - waves[0].q[0])
 
 
 # -- forward and backward ------------------------------------------------------------------------------

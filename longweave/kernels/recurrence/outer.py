@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longweave.kernels.recurrence.segments import Segments
-from longweave.tensors import faking
+from longweave.kernels.triton_launch import launch
 
 BLOCK = 64
 
@@ -22,16 +22,15 @@ def outer_sums(x: Tensor, w: Tensor | None, d: Tensor, scale: float, segments: S
 
     (_, Hk, K), (_, H, V), N = x.shape, d.shape, len(segments.spans)
     sums = torch.empty((N, H, K, V), dtype=torch.float32, device=d.device)
-    if not sums.numel() or faking():
+    if not sums.numel():
         return sums
     x, d = (y if y.stride(-1) == 1 else y.contiguous() for y in (x, d))
     w = None if w is None else w.contiguous()
     side_k, side_v = (min(BLOCK, max(16, 1 << (size - 1).bit_length())) for size in (K, V))
     grid = (N * H, -(-K // side_k), -(-V // side_v))
     strides = *x.stride()[:2], *d.stride()[:2]
-    with torch.cuda.device_of(d):  # type: ignore[no-untyped-call]
-        outer_sums_kernel[grid](
-            x, w, d, sums, segments.bounds(d.device).on_device, scale, *strides,
-            H=H, GROUP=H // Hk, K=K, V=V, BK=side_k, BV=side_v, BT=BLOCK, WEIGHTED=w is not None,
-        )  # fmt: skip
+    launch(
+        outer_sums_kernel, grid, x, w, d, sums, segments.bounds(d.device).on_device, scale, *strides,
+        H=H, GROUP=H // Hk, K=K, V=V, BK=side_k, BV=side_v, BT=BLOCK, WEIGHTED=w is not None,
+    )  # fmt: skip
     return sums
