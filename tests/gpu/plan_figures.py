@@ -119,7 +119,7 @@ def _blocks(plan: Plan) -> list[int]:
 
 def _results(plan: Plan, rank: int) -> int:
     shape, tokens = plan.shape, plan.layout.counts[rank]
-    return tokens * shape.heads * (shape.value_dim * (WIDE + shape.itemsize) + WIDE)
+    return tokens * shape.heads * (shape.value_dim * (WIDE + shape.itemsize) + 2 * WIDE)
 
 
 def _gradients(plan: Plan, rank: int) -> int:
