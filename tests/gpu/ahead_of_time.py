@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from longweave.kernels.triton_launch import ALWAYS
+
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -19,7 +21,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages")
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,11 @@ class Compiled:
 def catch(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[Launch]:
     """A list that fills with the launches of `module`; nothing runs."""
     launches: list[Launch] = []
-    monkeypatch.setattr(
-        module, "launch", lambda kernel, grid, *args, **opts: launches.append(Launch(kernel, args, opts))
-    )
+
+    def note(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
+        launches.append(Launch(kernel, args, options))
+
+    monkeypatch.setattr(module, "launch", note)
     return launches
 
 
@@ -59,7 +63,7 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {name: launch.options[name] for name in OPTIONS if name in launch.options}
+    options = ALWAYS | {name: launch.options[name] for name in OPTIONS if name in launch.options}
     constants = {name: value for name, value in launch.options.items() if name not in OPTIONS}
     signature, attributes = dict.fromkeys(launch.kernel.arg_names, "constexpr"), {}
     for i, (parameter, value) in enumerate(zip(launch.kernel.params, launch.args, strict=False)):

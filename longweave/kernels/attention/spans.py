@@ -175,7 +175,6 @@ def _meta(q: Tensor, k: Tensor, v: Tensor, heads: int, tiles: Tiles, softcap: fl
         "BLOCK": tiles.block,
         "STEP": tiles.step,
         "CAPPED": softcap is not None,
-        "enable_fp_fusion": True,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
