@@ -1,4 +1,4 @@
-"""Passes over attention results that are one Triton kernel each on a GPU; whoever calls them has plain torch for the rest.
+"""Passes over attention results that are one Triton kernel each on a GPU; those who call them have plain torch, too.
 
     merge       two partials become one, in place
     finish      sinks, and the cast to the dtype of the inputs

@@ -20,6 +20,7 @@ from longweave.tensors import faking
 INSTALLED = find_spec("triton") is not None
 INTERPRETED = INSTALLED and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 
+ALWAYS = {"enable_fp_fusion": True}  # options of every launch; what Triton takes by default changes with its versions
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,9 +45,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         return  # there is no memory to work on
     if first.is_cuda:
         with torch.cuda.device(first.device):
-            kernel[grid](*args, **options)
+            kernel[grid](*args, **ALWAYS, **options)
     else:
-        kernel[grid](*args, **options)
+        kernel[grid](*args, **ALWAYS, **options)
 
 
 def capability(device: torch.device) -> int:

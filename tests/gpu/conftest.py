@@ -19,18 +19,19 @@ def triton_installed() -> None:
 
 
 @pytest.fixture
-def interpreted(triton_installed: None) -> Callable[[str], None]:
-    """Runs a file of tests with Triton's interpreter.
+def interpreted(triton_installed: None) -> Callable[..., None]:
+    """Runs files of tests with Triton's interpreter.
 
     Kernels are interpreted if the variable is there when they are defined. In this process they are compiled ones.
     """
 
-    def run(file: str) -> None:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", str(HERE / file)]
+    def run(*files: str) -> None:
+        paths = [str(HERE / file) for file in files]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", *paths]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parent.parent)
         print(done.stdout, done.stderr)
-        assert done.returncode == 0, f"{file} failed in the interpreter: see above"
+        assert done.returncode == 0, "tests failed in the interpreter: see above"
         assert " passed" in done.stdout
         assert " skipped" not in done.stdout
 

@@ -1,4 +1,4 @@
-"""Attention over task lists, in Triton's interpreter, against the reference in float64. Started by test_spans_values."""
+"""Attention over task lists in Triton's interpreter, against the reference in float64. Run by test_spans_values."""
 
 import numpy as np
 import pytest

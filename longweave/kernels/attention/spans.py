@@ -11,6 +11,7 @@ are made once for each list of tasks (`span_lists`); the kernels are in `span_ke
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import e, log2
 from typing import NamedTuple
 
@@ -35,12 +36,28 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# By the larger head dim, padded to a power of two. 16-bit inputs; tests compile all of these and look at their spills.
-TILES: dict[str, dict[int, Tiles]] = {
-    "forward": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 64, 8, 2)},
-    "dq": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 32, 8, 2)},
-    "dkv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
+# For 16-bit inputs, by compute capability and by what both padded head dims are together. Rows of 80 serve every other
+# device, too: they fit 99 KB of shared memory. Tests compile all of these, and look at their memory and spills.
+SIZES = (128, 256, 384, 512)
+TILES: dict[str, dict[int, tuple[Tiles, ...]]] = {
+    "forward": {
+        80: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+        90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+        100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
+    },
+    "dq": {
+        80: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
+        90: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+        100: (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1)),
+    },
+    "dkv": {
+        80: (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
+        90: (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 16, 8, 2)),
+        100: (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 1), Tiles(64, 32, 8, 1)),
+    },
 }
+# float32 is for looking closely: without tensor cores, and small enough for every device.
+FLOAT32_TILES = (Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1))
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -55,10 +72,12 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def tiles_for(kernel: str, dim: int, v_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """The tile sizes of a kernel for these head dims on a device of this compute capability (80, 90, …)."""
-    size = max(64, padded(dim), padded(v_dim))
-    tiles = TILES[kernel][size]
-    return tiles
+    """The tiles of a kernel for these head dims on a device of this compute capability (80, 90, …)."""
+    size = bisect_left(SIZES, padded(dim) + padded(v_dim))
+    if dtype == torch.float32:
+        return FLOAT32_TILES[size]
+    family = 100 if 100 <= capability < 120 else 90 if capability == 90 else 80
+    return TILES[kernel][family][size]
 
 
 def padded(dim: int) -> int:
