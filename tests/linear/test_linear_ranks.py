@@ -181,9 +181,7 @@ def against_hugging_face(l2norm: bool) -> None:
     q, k, v, g, beta = leaves
     q, k = (x.repeat_interleave(2, 1) for x in (q, k))
     torch_form = inspect.unwrap(torch_chunk_gated_delta_rule)  # with flash-linear-attention installed it is wrapped
-    expected = torch_form(*(x[None] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=l2norm)[0][
-        0
-    ]
+    expected = torch_form(*(x[None] for x in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=l2norm)[0][0]
     d_out = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     whole = torch.autograd.grad(expected, leaves, d_out)
     pack = pack_of("zigzag", [0, 300])
