@@ -224,7 +224,7 @@ def test_what_autograd_keeps(ranks: Ranks) -> None:
 
 def order_of_events() -> list[str]:
     """What this rank does, in order: one document of its own, one that is cut."""
-    from longweave.linear import affine
+    from longweave.linear import affine, chains
 
     layout = lw.Layout.from_spans(96, [[(0, 16), (32, 48), (80, 96)], [(16, 32), (48, 80)]])
     pack = lw.Pack([0, 16, 32, 96], layout=layout)
@@ -239,7 +239,7 @@ def order_of_events() -> list[str]:
         return wrapped
 
     watched = [(affine, name) for name in ("run", "summary", "backward_run", "backward_summary")]
-    watched += [(affine._Direction, name) for name in ("walk", "exchange")]
+    watched += [(chains._Direction, name) for name in ("walk", "exchange")]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in watched:
             patch.setattr(owner, name, noting(name, getattr(owner, name)))
