@@ -239,7 +239,7 @@ def order_of_events() -> list[str]:
         return wrapped
 
     watched = [(affine, name) for name in ("run", "summary", "backward_run", "backward_summary")]
-    watched += [(chains._Direction, name) for name in ("walk", "exchange")]
+    watched += [(chains.Direction, name) for name in ("walk", "exchange")]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in watched:
             patch.setattr(owner, name, noting(name, getattr(owner, name)))
