@@ -27,11 +27,18 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	for what in plan host attention packed compare linear; do $(BIN)/longweave bench $$what; done
 
-# torch goes first and alone: a range in another package's requirements would otherwise choose a newer build.
+# torch goes first and alone: a range in another package's requirements would otherwise choose a newer build. What runs
+# on GPUs, and in tests without one, comes without its own requirements for the same reason. A triton that torch has
+# brought stays. At the end torch must still be the one that was asked for.
+PIP := $(BIN)/python -m pip install -q
+PINNED = $$(grep -E '^($(1))==' constraints.txt)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PIP) $(call PINNED,torch)
+	$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) --no-deps $(call PINNED,triton)
+	$(PIP) --no-deps $(call PINNED,fla-core|flash-linear-attention|einops)
+	$(PIP) $(call PINNED,torch) -e '.[dev]'
+	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' | grep -qxFf - constraints.txt
 	touch $@
 
 clean:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longweave.kernels.triton_launch import launch, unit_rows, why_not
+from longweave.kernels.triton_launch import in_units, launch, unit_rows, why_not
 
 TILE = 4096  # numbers that a program holds of each tensor
 
@@ -30,9 +30,10 @@ def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     part_out, part_lse = unit_rows(part_out), unit_rows(part_lse)
     tokens, heads, dim = out.shape
     grid, meta = _tiles(tokens, heads, dim)
-    strides = *out.stride()[:2], lse.stride(0), *part_out.stride()[:2], part_lse.stride(0)
+    unit, strides = in_units(out, part_out)
+    strides = *strides, lse.stride(0), part_lse.stride(0)
     if out.numel():
-        launch(merge_kernel, grid, out, lse, part_out, part_lse, tokens, *strides, **meta)
+        launch(merge_kernel, grid, out, lse, part_out, part_lse, tokens, *strides, UNIT=unit, **meta)
 
 
 def finish(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -42,10 +43,11 @@ def finish(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -
     result = torch.empty(out.shape, dtype=dtype, device=out.device)
     tokens, heads, dim = out.shape
     grid, meta = _tiles(tokens, heads, dim)
-    strides = *out.stride()[:2], lse.stride(0), *result.stride()[:2]
+    unit, strides = in_units(out, result)
     sinks = None if sinks is None else sinks.contiguous()
     if out.numel():
-        launch(finish_kernel, grid, out, lse, result, sinks, tokens, *strides, HAS_SINKS=sinks is not None, **meta)
+        options = {"HAS_SINKS": sinks is not None, "UNIT": unit, **meta}
+        launch(finish_kernel, grid, out, lse, result, sinks, tokens, *strides, lse.stride(0), **options)
     return result
 
 
@@ -57,9 +59,9 @@ def delta(grad_out: Tensor, out: Tensor) -> Tensor:
     tokens, heads, dim = out.shape
     result = torch.empty((heads, tokens), dtype=torch.float32, device=out.device)
     grid, meta = _tiles(tokens, heads, dim)
-    strides = *grad_out.stride()[:2], *out.stride()[:2], result.stride(0)
+    unit, strides = in_units(grad_out, out)
     if out.numel():
-        launch(delta_kernel, grid, grad_out, out, result, tokens, *strides, **meta)
+        launch(delta_kernel, grid, grad_out, out, result, tokens, *strides, result.stride(0), UNIT=unit, **meta)
     return result
 
 

@@ -1,7 +1,8 @@
 """The Triton kernels of `fused`. Imported with the first launch, not before: this imports triton.
 
 A program of the first three holds a tile (BLOCK tokens, PADDED dim) of one head. Numbers of tokens change with every
-batch, so they are not specialised; offsets are 64 bits wide where tokens are multiplied with strides.
+batch, so they are not specialised; offsets are 64 bits wide where tokens are multiplied with strides. Strides come in
+units of UNIT numbers (`triton_launch.in_units`).
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ def _share(a, b):
 @triton.jit(do_not_specialize=["tokens", "lse_stride", "part_lse_stride"])
 def merge_kernel(
     out, lse, part_out, part_lse, tokens,
-    out_token, out_head, lse_stride, part_token, part_head, part_lse_stride,
-    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    out_token, out_head, part_token, part_head, lse_stride, part_lse_stride,
+    UNIT: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    out_token, out_head = out_token * UNIT, out_head * UNIT
+    part_token, part_head = part_token * UNIT, part_head * UNIT
     head = tl.program_id(1).to(tl.int64)
     t, d, inside, mask = _tile(tokens, DIM, PADDED, BLOCK)
     lse_at = lse + head * lse_stride + t
@@ -63,9 +66,11 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "lse_stride"])
 def finish_kernel(
-    out, lse, result, sinks, tokens, out_token, out_head, lse_stride, result_token, result_head,
-    HAS_SINKS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    out, lse, result, sinks, tokens, out_token, out_head, result_token, result_head, lse_stride,
+    HAS_SINKS: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    out_token, out_head = out_token * UNIT, out_head * UNIT
+    result_token, result_head = result_token * UNIT, result_head * UNIT
     head = tl.program_id(1).to(tl.int64)
     t, d, inside, mask = _tile(tokens, DIM, PADDED, BLOCK)
     x = tl.load(_places(out, t, d, head, out_token, out_head), mask=mask, other=0.0)
@@ -81,8 +86,10 @@ def finish_kernel(
 @triton.jit(do_not_specialize=["tokens", "result_stride"])
 def delta_kernel(
     grad_out, out, result, tokens, grad_token, grad_head, out_token, out_head, result_stride,
-    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    grad_token, grad_head = grad_token * UNIT, grad_head * UNIT
+    out_token, out_head = out_token * UNIT, out_head * UNIT
     head = tl.program_id(1).to(tl.int64)
     t, d, inside, mask = _tile(tokens, DIM, PADDED, BLOCK)
     grad = tl.load(_places(grad_out, t, d, head, grad_token, grad_head), mask=mask, other=0.0).to(tl.float32)

@@ -58,6 +58,17 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def in_units(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
+    """A unit, and the strides of tokens and heads in it: 8 numbers if all strides are multiples of that, otherwise 1.
+
+    A kernel is compiled for a unit and multiplies with it. So the compiler knows that rows start at multiples of 16
+    bytes, and moves that much at a time; by itself it would look for multiples of 16 numbers, which 72 is not.
+    """
+    strides = [stride for x in tensors for stride in x.stride()[:2]]
+    unit = 1 if any(stride % 8 for stride in strides) else 8
+    return unit, tuple(stride // unit for stride in strides)
+
+
 def unit_rows(x: Tensor) -> Tensor:
     """x with neighbours in its last dim side by side, as the kernels read it. A gradient of a sum may come expanded."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -12,7 +12,8 @@ Logits are kept in base 2: x = log₂e · softcap(scale · ⟨q, k⟩), by two f
     x = ⟨q, k⟩ · outer                        outer = log₂e · scale
     x = tanh(⟨q, k⟩ · inner) · outer          outer = log₂e · softcap, inner = scale / softcap
 
-Numbers of tokens change with every batch and are not specialised. Tiles start at 64-bit addresses.
+Numbers of tokens change with every batch and are not specialised. Tiles start at 64-bit addresses. Strides come in
+units of UNIT numbers (`triton_launch.in_units`).
 """
 
 from __future__ import annotations
@@ -111,8 +112,12 @@ def forward_kernel(
     q_token, q_head, k_token, k_head, v_token, v_head, out_token, out_head, lse_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    CAPPED: tl.constexpr, FRESH: tl.constexpr,
+    UNIT: tl.constexpr, CAPPED: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
+    q_token, q_head = q_token * UNIT, q_head * UNIT
+    k_token, k_head = k_token * UNIT, k_head * UNIT
+    v_token, v_head = v_token * UNIT, v_head * UNIT
+    out_token, out_head = out_token * UNIT, out_head * UNIT
     program = lists + tl.program_id(0) // HEADS * 5
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block_start = tl.load(program)
@@ -192,8 +197,14 @@ def dq_kernel(
     dq, q, k, v, grad_out, lse, delta, lists, inner, outer, scale, queries,
     dq_token, dq_head, q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head, lse_head, delta_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, CAPPED: tl.constexpr,
+    D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    UNIT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
+    dq_token, dq_head = dq_token * UNIT, dq_head * UNIT
+    q_token, q_head = q_token * UNIT, q_head * UNIT
+    k_token, k_head = k_token * UNIT, k_head * UNIT
+    v_token, v_head = v_token * UNIT, v_head * UNIT
+    grad_token, grad_head = grad_token * UNIT, grad_head * UNIT
     program = lists + tl.program_id(0) // HEADS * 5
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block_start = tl.load(program)
@@ -269,9 +280,16 @@ def dkv_kernel(
     dk_token, dk_head, dv_token, dv_head, q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
     lse_head, delta_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, CAPPED: tl.constexpr,
+    D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    UNIT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """HEADS counts those of keys here. The query heads of a key head are added one after the other."""
+    dk_token, dk_head = dk_token * UNIT, dk_head * UNIT
+    dv_token, dv_head = dv_token * UNIT, dv_head * UNIT
+    q_token, q_head = q_token * UNIT, q_head * UNIT
+    k_token, k_head = k_token * UNIT, k_head * UNIT
+    v_token, v_head = v_token * UNIT, v_head * UNIT
+    grad_token, grad_head = grad_token * UNIT, grad_head * UNIT
     program = lists + tl.program_id(0) // HEADS * 5
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     block_start = tl.load(program)

@@ -21,7 +21,7 @@ from torch import Tensor
 from longweave.kernels import triton_launch
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks
 from longweave.kernels.attention.span_lists import ListsFor
-from longweave.kernels.triton_launch import launch, unit_rows
+from longweave.kernels.triton_launch import in_units, launch, unit_rows
 
 MAX_DIM = 256
 LOG2_E = log2(e)
@@ -96,15 +96,17 @@ def forward(
     lists = tasks.compiled(ListsFor(False, tiles.block, tiles.step))
     if not lists.programs:
         return
+    unit, strides = in_units(q, k, v, into.out)
     launch(
         forward_kernel,
         (lists.programs * q.shape[1],),
         *(q, k, v, into.out, into.lse, *lists.array.on(q.device)),
         *_factors(scale, softcap),
         q.shape[0],
-        *_strides(q, k, v, into.out),
+        *strides,
         into.lse.stride(0),
         **_meta(q, k, v, q.shape[1], tiles, softcap),
+        UNIT=unit,
         FRESH=fresh,
     )
 
@@ -130,38 +132,37 @@ def backward(
     lists = tasks.compiled(ListsFor(False, tiles.block, tiles.step))
     if not lists.programs:
         return
+    unit, strides = in_units(dq, q, k, v, grad_out)
     launch(
         dq_kernel,
         (lists.programs * q.shape[1],),
         *(dq, q, k, v, grad_out, lse, delta, *lists.array.on(q.device)),
         *(*_factors(scale, softcap), scale),
         q.shape[0],
-        *_strides(dq, q, k, v, grad_out),
+        *strides,
         *(lse.stride(0), delta.stride(0)),
         **_meta(q, k, v, q.shape[1], tiles, softcap),
+        UNIT=unit,
     )
     tiles = tiles_for("dkv", *shape)
     lists = tasks.compiled(ListsFor(True, tiles.block, tiles.step))
+    unit, strides = in_units(dk, dv, q, k, v, grad_out)
     launch(
         dkv_kernel,
         (lists.programs * k.shape[1],),
         *(dk, dv, q, k, v, grad_out, lse, delta, *lists.array.on(q.device)),
         *(*_factors(scale, softcap), scale),
         k.shape[0],
-        *_strides(dk, dv, q, k, v, grad_out),
+        *strides,
         *(lse.stride(0), delta.stride(0)),
         **_meta(q, k, v, k.shape[1], tiles, softcap),
+        UNIT=unit,
     )
 
 
 def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
     """`inner` and `outer`, by which the kernels make logits in base 2 of raw products."""
     return (0.0, scale * LOG2_E) if softcap is None else (scale / softcap, softcap * LOG2_E)
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Of tokens and heads."""
-    return tuple(stride for x in tensors for stride in x.stride()[:2])
 
 
 def _meta(q: Tensor, k: Tensor, v: Tensor, heads: int, tiles: Tiles, softcap: float | None) -> dict[str, object]:
