@@ -75,7 +75,7 @@ def test_the_plan_needs_no_torch() -> None:
 
 # Functions that keep what they return, and why that is no cache of batches: it says at each of them when entries die.
 KEPT = {
-    "longweave/kernels/attention/cuda_flash.py": {"_has_flash_attn"},
+    "longweave/kernels/attention/cuda_flash.py": {"_flash_attn"},
     "longweave/kernels/attention/flex.py": {"_compiled"},
     "longweave/kernels/attention/partial.py": {"compiled_merge"},
     "longweave/kernels/recurrence/fla.py": {"load"},

@@ -19,6 +19,7 @@ from longweave.launch import Ranks
 from longweave.plan.tasks import fuse
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SINGLE = {"single queries": lw.Mask.from_slices(20, [((2, 3), (0, 5), "full"), ((7, 8), (9, 16), "full")])}
 WIDE = {"wide window": lw.Mask.sliding_window([0, 90, 91, 107], 33)}
 
 
@@ -53,16 +54,17 @@ def test_on_ranks(ranks: Ranks, strategy: str, rules: str) -> None:
 
 
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("name", KERNEL_MASKS)
+@pytest.mark.parametrize("name", KERNEL_MASKS | SINGLE)
 def test_on_one_rank(name: str, rules: str) -> None:
-    """Also K and V in one buffer, head dims that must be filled up, and a second time from the same tasks."""
-    mask, dtype = KERNEL_MASKS[name], torch.float16
+    """Also K and V in one buffer, in one that loads cannot begin at, and head dims that must be filled up."""
+    mask, dtype = (KERNEL_MASKS | SINGLE)[name], torch.float16
     tasks = Tasks(fuse(mask.rows))
-    for dim, v_dim in ((16, 16), (20, 12)):
+    variants = ((16, 16, 0), (16, 16, 4), (20, 12, 0)) if rules == "FA2" else ((16, 16, 0),)  # the same for all rules
+    for dim, v_dim, offset in variants:
         problem = Problem.random(mask.total, heads=4, kv_heads=2, dim=dim, v_dim=v_dim, dtype=dtype)
         expected = solve(problem, mask)
-        both = torch.cat([problem.k, problem.v], -1)
-        k, v = both[..., :dim], both[..., dim:]
+        both = torch.cat([problem.k[..., :offset], problem.k, problem.v], -1)
+        k, v = both[..., offset : offset + dim], both[..., offset + dim :]
         with on_cpu(rules) as stack:
             out, lse = attend(problem.q, k, v, tasks, backend="aten_flash")
             side = QuerySide(problem.grad, problem.q, out.to(dtype), lse)

@@ -1,104 +1,177 @@
-"""CUDA backends, as far as they go without a GPU: their arguments, with stand-ins for the kernels."""
+"""Which flash library serves, and why not: what may be installed or activated, without a GPU."""
 
-import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from attention_cases import MASKS
+from flash_rules import installed
 from reference import Problem, solve, worst
 
-from longweave.kernels.attention import Kernel, cuda_flash, flex, zeros_like_sum
-from longweave.kernels.attention.partial import Partial, QuerySide, Tasks
+import longweave as lw
+from longweave.kernels.attention import attend, attend_backward, choose, cpu_flash, cuda_flash
+from longweave.kernels.attention.partial import QuerySide, Tasks
 from longweave.plan.tasks import fuse
 
+HALF = torch.empty(4, 2, 64, dtype=torch.float16)
 
-def varlen_stand_in(q, k, v, cu_q, cu_k, window, scale):
-    """What flash attention with cu_seqlens and a bottom-right aligned window computes."""
-    outs, lses = [], []
-    left, right = window
-    for (a, b), (c, d) in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True):
-        shift = (d - c) - (b - a)
-        i, j = torch.arange(b - a)[:, None] + shift, torch.arange(d - c)[None, :]
-        seen = torch.ones(b - a, d - c, dtype=torch.bool)
-        if left >= 0:
-            seen &= j >= i - left
-        if right >= 0:
-            seen &= j <= i + right
-        groups = q.shape[1] // k.shape[1]
-        logits = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d].repeat_interleave(groups, 1)) * scale
-        logits = logits.masked_fill(~seen, -torch.inf)
-        lses.append(torch.logsumexp(logits, -1))
-        outs.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1), v[c:d].repeat_interleave(groups, 1)))
-    return torch.cat(outs), torch.cat(lses, 1)
+# A package like flash-attn: the same functions, which call PyTorch's operator.
+STAND_IN = """
+import torch
+deterministic = None
+def _flash_attn_varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, softmax_scale, causal,
+                               window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+                               return_softmax=False):
+    assert not causal and not softcap
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, causal, False, scale=softmax_scale,
+        window_size_left=window_size_left, window_size_right=window_size_right)
+    return out, lse, None, None
+def _flash_attn_varlen_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, max_q, max_k, dropout_p, softmax_scale,
+                                causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic):
+    none = torch.zeros(2, dtype=torch.uint64)
+    grads = torch.ops.aten._flash_attention_backward(
+        dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, causal, none, none, scale=softmax_scale,
+        window_size_left=window_size_left, window_size_right=window_size_right)
+    for total, grad in zip((dq, dk, dv), grads):
+        total.copy_(grad)
+    globals()["deterministic"] = deterministic
+"""
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    """Tensors as if they were on a GPU that has everything."""
+    with (
+        patch.object(cuda_flash, "_capability", lambda q: (9, 0)),
+        patch.object(cpu_flash, "why_not", lambda *call: "no CPU"),
+    ):
+        yield
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Put a package `flash_attn` with these files where imports find it."""
+
+    def install(**files: str) -> None:
+        for name, text in files.items():
+            path = tmp_path / "flash_attn" / f"{name}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    cuda_flash._flash_attn.cache_clear()
+    yield install
+    cuda_flash._flash_attn.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+def test_not_installed(hopper: None, package: Callable[..., None]) -> None:
+    assert cuda_flash.why_not_flash_attn(HALF, HALF, HALF) == "flash-attn is not installed"
+
+
+def test_only_version_4(hopper: None, package: Callable[..., None]) -> None:
+    """It leaves a folder `flash_attn` with nothing in it that is called here."""
+    package(cute="")
+    assert "flash-attn-4" in cuda_flash.why_not_flash_attn(HALF, HALF, HALF)
+    assert choose(HALF, HALF, HALF, 1.0, None).backend == "aten_flash"
+
+
+@pytest.mark.parametrize("error", ["raise ImportError('undefined symbol')", "raise RuntimeError('no driver')"])
+def test_broken(hopper: None, package: Callable[..., None], error: str) -> None:
+    package(__init__="", flash_attn_interface=error)
+    assert "cannot be imported" in cuda_flash.why_not_flash_attn(HALF, HALF, HALF)
+    assert choose(HALF, HALF, HALF, 1.0, None).backend == "aten_flash"
+    with pytest.raises(lw.BackendError, match=r"flash_attn.*cannot be imported"):
+        choose(HALF, HALF, HALF, 1.0, None, "flash_attn")
+
+
+def test_too_old(hopper: None, package: Callable[..., None]) -> None:
+    package(__init__="", flash_attn_interface="def flash_attn_unpadded_func(): ...")
+    assert "2.7" in cuda_flash.why_not_flash_attn(HALF, HALF, HALF)
+
+
+def test_not_imported_for_other_devices(package: Callable[..., None]) -> None:
+    package(__init__="raise SystemExit", flash_attn_interface="")
+    assert cuda_flash.why_not_flash_attn(HALF, HALF, HALF) == "tensors are on cpu"
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_flash_waves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = MASKS[name]
-    problem = Problem.random(mask.total, heads=2, kv_heads=1, dim=8, v_dim=4)
+def test_package(hopper: None, package: Callable[..., None], name: str) -> None:
+    package(__init__="", flash_attn_interface=STAND_IN)
+    mask, tasks = MASKS[name], Tasks(fuse(MASKS[name].rows))
+    problem = Problem.random(mask.total, dtype=torch.float16)
     expected = solve(problem, mask)
-
-    def forward(a, wave, scale, softcap, backend):
-        assert max(a["cu_q"].diff()) == a["max_q"]
-        assert max(a["cu_k"].diff()) == a["max_k"]
-        return varlen_stand_in(a["q"], a["k"], a["v"], a["cu_q"].tolist(), a["cu_k"].tolist(), wave.window, scale)
-
-    def backward(a, merged, lse, wave, scale, softcap, backend):
-        leaves = [a[n].detach().requires_grad_() for n in ("q", "k", "v")]
-        with torch.enable_grad():
-            out, own = varlen_stand_in(*leaves, a["cu_q"].tolist(), a["cu_k"].tolist(), wave.window, scale)
-        weight = torch.exp(own - lse).t()[..., None].detach()
-        grad = merged["grad_out"]
-        d_own = weight[..., 0] * ((grad * out).sum(-1) - (grad * merged["out"]).sum(-1)).detach()
-        return torch.autograd.grad((out, own), leaves, (weight * grad, d_own.t()))
-
-    monkeypatch.setattr(cuda_flash, "_call_forward", forward)
-    monkeypatch.setattr(cuda_flash, "_call_backward", backward)
-    q, k, v, grad = (x.transpose(0, 1) for x in (problem.q, problem.k, problem.v, problem.grad))
-    kernel, tasks = Kernel("aten_flash", 8**-0.5), Tasks(fuse(mask.rows))
-    for wave in tasks.compiled(cuda_flash.compile_waves):
-        queries = [i for a, b in wave.q for i in range(a, b)]
-        assert len(queries) == len(set(queries)), "a query once per call"
-    result = Partial.empty(q, 4)
-    kernel.forward(result, q, k, v, tasks)
-    assert worst(result.out.transpose(0, 1), expected["out"]) < 1e-12
-    grads = tuple(zeros_like_sum(x) for x in (q, k, v))
-    kernel.backward(grads, QuerySide(grad, q, result.out, result.lse), k, v, tasks)
-    for got, which in zip(grads, ("dq", "dk", "dv"), strict=True):
-        assert worst(got.transpose(0, 1), expected[which]) < 1e-6, which  # lse is float32 on this path
+    assert cuda_flash.order()[0] == "flash_attn"
+    with installed("FA2"):
+        out, lse = attend(problem.q, problem.k, problem.v, tasks, backend="flash_attn")
+        side = QuerySide(problem.grad, problem.q, out.half(), lse)
+        grads = attend_backward(side, problem.k, problem.v, tasks, backend="flash_attn")
+    for which, value in zip(("out", "lse", "dq", "dk", "dv"), (out, lse.t(), *grads), strict=True):
+        assert worst(value, expected[which]) < 4e-3, which
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_flex_mask_and_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = MASKS[name]
-    tasks = Tasks(fuse(mask.rows))
-    queries, intervals = tasks.compiled(flex.compile_intervals)
-    allowed = flex.mask_function(torch.from_numpy(intervals))
-    q_index, k_index = torch.arange(queries)[:, None], torch.arange(mask.total)[None, :]
-    seen = allowed(None, None, q_index, k_index)
-    assert np.array_equal(seen.numpy(), mask.dense()[:queries])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_determinism_is_torchs_switch(hopper: None, package: Callable[..., None], wanted: bool) -> None:
+    package(__init__="", flash_attn_interface=STAND_IN)
+    problem, tasks = Problem.random(8, dtype=torch.float16), Tasks(lw.Mask.causal([0, 8]).rows)
+    side = QuerySide(problem.grad, problem.q, problem.q, torch.zeros(4, 8))
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        with installed("FA2"):
+            attend_backward(side, problem.k, problem.v, tasks, backend="flash_attn")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert sys.modules["flash_attn.flash_attn_interface"].deterministic is wanted
 
-    def stand_in(q, k, v, tasks, scale, softcap):
-        groups = q.shape[0] // k.shape[0]
-        logits = torch.einsum("hqd,hkd->hqk", q, k.repeat_interleave(groups, 0)) * scale
-        logits = logits.masked_fill(~seen, -torch.inf)
-        lse = torch.logsumexp(logits, -1)
-        weights = torch.exp(logits - lse.clamp_min(-1e300)[..., None])
-        return weights @ v.repeat_interleave(groups, 0), lse
 
-    monkeypatch.setattr(flex, "flex_call", stand_in)
-    problem = Problem.random(mask.total, heads=2, kv_heads=1, dim=8)
-    expected = solve(problem, mask)
-    q, k, v, grad = (x.transpose(0, 1) for x in (problem.q, problem.k, problem.v, problem.grad))
-    result, kernel = Partial.empty(q, 8), Kernel("flex", 8**-0.5)
-    kernel.forward(result, q, k, v, tasks)
-    assert worst(result.out.transpose(0, 1), expected["out"]) < 1e-12
-    grads = tuple(zeros_like_sum(x) for x in (q, k, v))
-    kernel.backward(grads, QuerySide(grad, q, result.out, result.lse), k, v, tasks)
-    for got, which in zip(grads, ("dq", "dk", "dv"), strict=True):
-        assert worst(got.transpose(0, 1), expected[which]) < 1e-12, which
-    counts, blocks = flex.touched_blocks(tasks.rows, mask.total)
-    for i, (count, row) in enumerate(zip(counts, blocks, strict=True)):
-        dense = mask.dense()[128 * i : 128 * (i + 1)]
-        assert sorted(row[:count].tolist()) == sorted({int(k) // 128 for k in np.flatnonzero(dense.any(0))})
+@pytest.mark.parametrize(
+    ("name", "capability", "dim", "reason"),
+    [
+        ("FA3", (9, 0), 128, None),
+        ("FA3", (10, 0), 128, "needs compute capability 9"),
+        ("FA4", (10, 0), 128, None),
+        ("FA4", (10, 0), 256, None),
+        ("FA4", (10, 0), 192, "but not 192"),
+        ("FA4", (9, 0), 192, None),
+        ("FA4", (8, 0), 64, "needs compute capability 9 or 10"),
+        ("mine", (9, 0), 64, "not known"),
+    ],
+)
+def test_activated(name: str, capability: tuple[int, int], dim: int, reason: str | None) -> None:
+    """What torch.nn.attention.activate_flash_attention_impl has put under the operator."""
+    x = torch.empty(4, 2, dim, dtype=torch.bfloat16)
+    with (
+        patch.object(torch.nn.attention, "current_flash_attention_impl", lambda: name),
+        patch.object(cuda_flash, "_capability", lambda q: capability),
+    ):
+        assert cuda_flash.order()[0] == "aten_flash"
+        found = cuda_flash.why_not_aten(x, x, x, None)
+    assert found is None if reason is None else reason in found
+
+
+def test_deterministic_fa3_has_limits(hopper: None) -> None:
+    x = torch.empty(4, 2, 256, dtype=torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with patch.object(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3"):
+            assert "deterministic" in cuda_flash.why_not_aten(x, x, x, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_is_large() -> None:
+    def large(mask: lw.Mask) -> bool:
+        return cuda_flash.is_large(fuse(mask.rows))
+
+    assert large(lw.Mask.causal([0, 3000, 5000]))
+    assert large(lw.Mask.full([0, 1024]))
+    assert not large(lw.Mask.causal([0, 1024]))  # 512 keys on average
+    assert not large(lw.Mask.causal(list(range(0, 100_001, 1000))))
+    assert not large(lw.Mask.sliding_window([0, 100_000], 4096))
+    comb = [((i * 2048, (i + 1) * 2048), (0, 2048), "full") for i in range(0, 16, 2)]
+    assert not large(lw.Mask.from_slices(16 * 2048, comb))  # the same keys again and again: a call for each
