@@ -218,12 +218,12 @@ class LocalRanks:
 
     def __init__(self, asked_for: str, ranks: int | None) -> None:
         self._pool = Ranks(MOST_RANKS)
-        devices = 0
+        self.device, devices = "cpu", 0
         if asked_for != "cpu":
             try:
                 devices = self._pool.run(_count_devices, size=1, timeout=120)[0]
             except Exception:  # a driver that kills or hangs who asks: there is no CUDA to check
-                self._renew()
+                devices = 0
         self.device = "cuda" if devices else "cpu"
         most = devices or MOST_RANKS
         self.size = min(ranks or (devices or 2), most)
@@ -236,10 +236,13 @@ class LocalRanks:
             self._renew()
             return [_broken(str(error).splitlines()[0] if str(error) else type(error).__name__, str(error))]
         if any(outcome.detail for found in by_rank for outcome in found):
-            self._renew()  # after an error a device may be of no use to this process
+            self._renew()
         return merged(by_rank)
 
     def _renew(self) -> None:
+        """After an error a GPU may be of no use to a process that saw it. On the CPU the pool replaces who is gone."""
+        if self.device == "cpu":
+            return
         threads = self._pool.threads
         self._pool.close()
         self._pool = Ranks(MOST_RANKS, threads=threads)
@@ -260,11 +263,14 @@ class JoinedRanks:
         self._give_up = give_up
 
     def outcomes(self, check: Check, family: str) -> list[Outcome]:
+        rank, most = dist.get_rank(), 2 * check.limit
+
         def too_late() -> None:
-            self._give_up(check, [_broken(f"rank {dist.get_rank()} waited for {2 * check.limit:.0f} s")])
+            self._give_up(check, [_broken(f"rank {rank} or one that it waits for is not done after {most:.0f} s")])
             os._exit(1)
 
-        timer = threading.Timer(2 * check.limit, too_late)
+        # Rank 0 first: when a rank ends, torchrun ends the others, and rank 0 has to write the report.
+        timer = threading.Timer(most + (5.0 if rank else 0.0), too_late)
         timer.daemon = True
         timer.start()
         try:

@@ -42,7 +42,7 @@ def run_and_show(
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(diagnosis.as_json() + "\n")
 
-    found = diagnose(asked_for, ranks, family, begin=begin, end=end)
+    found = diagnose(asked_for, ranks, family, CHECKS, begin=begin, end=end)
     status.stop()
     if not quiet:
         _conclude(console, found, file)
@@ -65,7 +65,7 @@ def table(diagnosis: Diagnosis) -> Table:
             made.add_section()
         before = finding.check
         verdict = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
-        texts = (finding.check.name if first else "", finding.name, verdict, escape(finding.figure))
+        texts = (finding.check.name if first else "", escape(finding.name), verdict, escape(finding.figure))
         made.add_row(*texts, f"{finding.seconds:.1f}")
     return made
 

@@ -132,7 +132,7 @@ def _deterministic() -> Iterator[None]:
 # -- memory --------------------------------------------------------------------------------------------
 
 PACKS = 100
-ROOM = 6 << 20  # by which memory moves for other reasons; one tensor kept of every other pack would be 12 MiB
+ROOM = 6 << 20  # by which memory moves for other reasons; one tensor kept of each of 50 packs would be 12 MiB
 
 
 def memory(site: Site) -> Iterator[Outcome]:
@@ -159,11 +159,11 @@ def _steps(site: Site, count: int) -> None:
 
 
 def _step(site: Site, number: int) -> None:
-    pack = lw.Pack([0, 1 + 7 * number % 500, 512], site.group, "zigzag")
-    x = torch.ones((pack.tokens, 4, 64), device=site.device, requires_grad=True)
+    pack = lw.Pack([0, 1 + 7 * number % 250, 256], site.group, "zigzag")
+    x = torch.ones((pack.tokens, 4, 128), device=site.device, requires_grad=True)
     out = lw.attention(x, x, x, pack, strategy=STRATEGIES[number % len(STRATEGIES)])
-    beta = x.detach()[..., 0] / 2
-    out = out + lw.gated_delta_rule(x, x, x, -beta, beta, pack, method=METHODS[number % len(METHODS)], qk_l2norm=True)
+    y, beta = out[:, :2, :32], out.detach()[:, :2, 0] / 2
+    out = lw.gated_delta_rule(y, y, y, -beta, beta, pack, method=METHODS[number % len(METHODS)], qk_l2norm=True)
     torch.autograd.backward(out.sum())
 
 
