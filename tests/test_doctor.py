@@ -73,6 +73,12 @@ def test_the_json_has_every_case(healthy: doctor.Diagnosis) -> None:
     assert {"case", "value", "limit", "verdict", "seconds"} <= ring["cases"][0].keys()
 
 
+def test_the_json_has_no_infinities() -> None:
+    found = doctor.Diagnosis("cpu", 2, "auto")
+    found.add(PARTS["collectives"], [Outcome("ring", "all", FAIL, inf, 1e-4)])
+    assert json.loads(found.as_json())["rows"][0]["cases"][0]["value"] == "inf"
+
+
 def test_every_check_says_what_it_proves() -> None:
     assert len({check.name for check in doctor.CHECKS}) == len(doctor.CHECKS)
     assert all(check.proves and check.run.__doc__ and check.limit <= 600 for check in doctor.CHECKS)

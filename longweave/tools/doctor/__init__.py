@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from math import isfinite
 from typing import Any, Protocol
 
 import torch
@@ -159,7 +160,7 @@ class Diagnosis:
                 "verdict": finding.verdict,
                 "figure": finding.figure,
                 "seconds": round(finding.seconds, 4),
-                "cases": [asdict(case) for case in finding.cases],
+                "cases": [_plain(case) for case in finding.cases],
             }
             for finding in self.findings
         ]
@@ -172,7 +173,13 @@ class Diagnosis:
             "seconds": round(self.seconds, 2),
             "exit_code": self.exit_code,
         }
-        return json.dumps({**head, "rows": rows}, indent=1, default=str)
+        return json.dumps({**head, "rows": rows}, indent=1, allow_nan=False)
+
+
+def _plain(case: Outcome) -> dict[str, Any]:
+    """JSON has no infinity: an error that is not finite is a text."""
+    value = case.value if case.value is None or isfinite(case.value) else str(case.value)
+    return {**asdict(case), "value": value}
 
 
 # -- on a rank -----------------------------------------------------------------------------------------

@@ -273,7 +273,7 @@ def _mixer_error(
     for x, whole in zip(found, wanted, strict=True):
         per_token = len(whole) == CU[-1]
         error = max(error, error_of(x, whole[own], whole) if per_token else error_of(summed(x, site), whole))
-    served = {getattr(choice, "backend", "torch") for choice in pack.methods.values()}
+    served = {choice.backend for choice in pack.methods.values()}
     limit = LIMITS[dtype]
     return Outcome("", "", "ok" if error <= limit else "FAIL", error, limit, note=f"on {', '.join(sorted(served))}")
 

@@ -37,9 +37,13 @@ def site_of(device: str, family: str, limit: float) -> Site:
     if device == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
         torch.cuda.set_device(place)
-    group = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=timeout)
-    alone = dist.new_group([rank], backend="gloo", timeout=timeout, use_local_synchronization=True)
-    return Site(place, group, alone, family, timeout)
+    backend = "nccl" if device == "cuda" else "gloo"
+    group = dist.new_group(backend=backend, timeout=timeout)
+    alone, alone_here = (
+        dist.new_group([rank], backend=name, timeout=timeout, use_local_synchronization=True)
+        for name in ("gloo", backend)
+    )
+    return Site(place, group, alone, alone_here, family, timeout)
 
 
 class SkipCase(Exception):  # noqa: N818 - no error
@@ -52,7 +56,8 @@ class Site:
 
     device: torch.device
     group: dist.ProcessGroup  # all ranks; carries tensors of the device
-    alone: dist.ProcessGroup  # this rank only: what runs on it is one process
+    alone: dist.ProcessGroup  # this rank only, for CPU tensors: what runs on it is one process
+    alone_here: dist.ProcessGroup  # this rank only, for tensors of the device
     family: str  # of the model that is checked
     timeout: timedelta  # of groups
 

@@ -47,10 +47,10 @@ def tiny_model(family: str) -> nn.Module:
     return made.train()
 
 
-def model_pass(site: Site, made: nn.Module, group: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
+def model_pass(site: Site, made: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """The loss and every gradient, summed over the ranks of the group."""
-    made = lw.parallelize(copy.deepcopy(made).to(device), group)
-    ids = torch.randint(0, VOCABULARY, (CU[-1],), generator=torch.Generator().manual_seed(4)).to(device)
+    made = lw.parallelize(copy.deepcopy(made).to(site.device), group)
+    ids = torch.randint(0, VOCABULARY, (CU[-1],), generator=torch.Generator().manual_seed(4)).to(site.device)
     batch = lw.shard_batch(ids, CU, group)
     loss = batch.loss(made(**batch.inputs).logits)
     torch.autograd.backward(loss)
@@ -67,9 +67,8 @@ def _errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, fl
 
 def _model_error(site: Site) -> Outcome:
     made = tiny_model(site.family)
-    errors = _errors(
-        model_pass(site, made, site.group, site.device), model_pass(site, made, site.alone, torch.device("cpu"))
-    )
+    # One process on the same device: with CUDA, Hugging Face models are made of modules that run nowhere else.
+    errors = _errors(model_pass(site, made, site.group), model_pass(site, made, site.alone_here))
     name = max(errors, key=lambda key: errors[key])
     limit = 10 * LIMITS[torch.float32]  # two layers deep, both sides in float32
     verdict = OK if errors[name] <= limit else FAIL
@@ -79,10 +78,10 @@ def _model_error(site: Site) -> Outcome:
 def _rounded_model_error(site: Site) -> Outcome:
     """In bfloat16 ranks may be off as far as one process in bfloat16 is, and half as much again."""
     made = tiny_model(site.family)
-    exact = model_pass(site, made, site.alone, torch.device("cpu"))
+    exact = model_pass(site, made, site.alone_here)
     rounded = made.to(torch.bfloat16)
-    one = _errors(model_pass(site, rounded, site.alone, torch.device("cpu")), exact)
-    ranks = _errors(model_pass(site, rounded, site.group, site.device), exact)
+    one = _errors(model_pass(site, rounded, site.alone_here), exact)
+    ranks = _errors(model_pass(site, rounded, site.group), exact)
     name = max(ranks, key=lambda key: ranks[key] - 1.5 * one[key])
     limit = 1.5 * one[name] + LIMITS[torch.bfloat16]
     return Outcome("", "", OK if ranks[name] <= limit else FAIL, ranks[name], limit, note=f"worst {name}")
