@@ -119,6 +119,32 @@ def train(
         console.print(f"wrote {out / 'metrics.jsonl'} and {out / 'loss.png'}")
 
 
+@app.command("doctor")
+def doctor(
+    ranks: int = typer.Option(
+        None, min=1, help="Local ranks to start: one for each GPU by default, 2 on the CPU; ignored under torchrun."
+    ),
+    device: str = typer.Option(None, help="cuda or cpu; by default cuda if there is one."),
+    model: str = typer.Option("qwen3_5", help="The family of the two-layer model, as in `longweave train`."),
+    json: Path = typer.Option(None, help="Also write all that was found to this file, for a report."),  # noqa: B008
+) -> None:
+    """Check this installation: collectives, every kernel, strategy and mixer against one process, a model, and speed.
+
+    Exit code 0: all that could be checked is right; 1: something failed; 2: CUDA was asked for and there is none (the
+    CPU was checked and is right), or the command could not be understood.
+    """
+    if device not in (None, "cuda", "cpu"):
+        raise typer.BadParameter(f"device is {device!r}; choose cuda or cpu")
+    with console.status("loading torch and starting ranks") as status:  # loading takes seconds
+        from longweave.tools.doctor.show import run_and_show
+        from longweave.tools.train.workload import FAMILIES
+
+        if model not in FAMILIES:
+            raise typer.BadParameter(f"model is {model!r}; choose one of {', '.join(FAMILIES)}")
+        found = run_and_show(console, status, device or "auto", ranks, model, json)
+    raise typer.Exit(found.exit_code)
+
+
 @bench.command("attention")
 def bench_attention(tokens: list[int] = typer.Argument(None, help="Document lengths; 8192 16384 by default.")) -> None:  # noqa: B008
     """Softmax attention of one causal document on 2 and 4 local ranks."""

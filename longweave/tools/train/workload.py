@@ -69,19 +69,19 @@ def draw_documents(tokens: int, *key: int) -> DrawnDocuments:
 # -- models --------------------------------------------------------------------------------------------
 
 
-def build_model(family: str, hidden: int, layers: int) -> nn.Module:
-    """A random model of a family; `hidden` is a multiple of 32."""
+def build_model(family: str, hidden: int, layers: int, **changes: object) -> nn.Module:
+    """A random model of a family; `hidden` is a multiple of 32. `changes` go into its configuration."""
     from transformers import AutoModelForCausalLM
 
     if family not in FAMILIES:
         raise InputError(f"model is {family!r}; choose one of {', '.join(FAMILIES)}")
     if hidden % 32 or hidden < 32:
         raise InputError(f"hidden is {hidden}; give a multiple of 32")
-    model: nn.Module = AutoModelForCausalLM.from_config(_model_config(family, hidden, layers))  # type: ignore[no-untyped-call]
+    model: nn.Module = AutoModelForCausalLM.from_config(_model_config(family, hidden, layers, **changes))  # type: ignore[no-untyped-call]
     return model
 
 
-def _model_config(family: str, hidden: int, layers: int) -> Any:
+def _model_config(family: str, hidden: int, layers: int, **changes: object) -> Any:
     from transformers import AutoConfig
 
     common = {
@@ -100,7 +100,7 @@ def _model_config(family: str, hidden: int, layers: int) -> Any:
         "eos_token_id": None,
     }
     name, extra = FAMILIES[family]
-    return AutoConfig.for_model(name, **common, **extra(hidden, layers))
+    return AutoConfig.for_model(name, **{**common, **extra(hidden, layers), **changes})
 
 
 def _hybrid(hidden: int, layers: int) -> dict[str, Any]:
