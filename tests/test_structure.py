@@ -73,11 +73,24 @@ def test_the_plan_needs_no_torch() -> None:
             assert not any(name.split(".")[0] == "torch" for name in imports(path)), path
 
 
+def test_triton_is_imported_with_the_first_launch() -> None:
+    """Only modules `…_kernels` import it, and nobody imports those at the top."""
+    for _, path in sources():
+        tree = ast.parse(path.read_text())
+        inside = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        for node in found if not path.stem.endswith("_kernels") else []:
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
+            late = id(node) in inside
+            assert late or not any(name.split(".")[0] == "triton" for name in names), path
+            assert late or not any("_kernels" in name for name in names), path
+
+
 # Functions that keep what they return, and why that is no cache of batches: it says at each of them when entries die.
 KEPT = {
     "longweave/kernels/attention/cuda_flash.py": {"_flash_attn"},
     "longweave/kernels/attention/flex.py": {"_compiled"},
-    "longweave/kernels/attention/partial.py": {"compiled_merge"},
     "longweave/kernels/recurrence/fla.py": {"load"},
 }
 CONTEXT_VARIABLES = {
@@ -139,7 +152,7 @@ def test_context_variables_and_weak_tables_are_few() -> None:
 def test_modules_are_few_and_short() -> None:
     lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for _, path in sources()}
     assert not {name: length for name, length in lengths.items() if length > 400}
-    assert len(lengths) <= 80
+    assert len(lengths) <= 95
 
 
 def test_no_two_classes_share_a_name() -> None:

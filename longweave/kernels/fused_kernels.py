@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The Triton kernels of `fused`. Imported with the first launch, not before: this imports triton.
 
 A program of the first three holds a tile (BLOCK tokens, PADDED dim) of one head. Numbers of tokens change with every

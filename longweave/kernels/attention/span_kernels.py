@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The Triton kernels of `spans`. Imported with the first launch, not before: this imports triton.
 
 A program owns one block of queries (forward, dq) or of keys (dk and dv) of one head, and walks over the other side:
