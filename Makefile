@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo test test-all test-gpu-proofs lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m longweave.tools.demo
@@ -14,6 +14,10 @@ test: lint
 # Also what takes too long for every change: thousands of steps whose memory must not grow.
 test-all: lint
 	LONGWEAVE_FULL=1 $(BIN)/python -m pytest
+
+# What can be shown of the CUDA side without a GPU, all of it.
+test-gpu-proofs: $(INSTALLED)
+	LONGWEAVE_FULL=1 $(BIN)/python -m pytest tests/gpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,7 +82,7 @@ def install() -> None:
     cuda = torch.cuda
     cuda._lazy_init = lambda: None
     cuda.is_available = lambda: True
-    cuda.device = lambda device: nullcontext()
+    cuda._exchange_device = cuda._maybe_exchange_device = lambda device: 0  # what `with torch.cuda.device(…)` calls
     cuda.current_device = lambda: 0
     cuda.device_count = lambda: 1
     cuda.get_device_capability = lambda device=None: CAPABILITY

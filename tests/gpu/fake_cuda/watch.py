@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 
 OWN = find_spec("longweave").submodule_search_locations[0]  # type: ignore[union-attr,index]
 LAUNCHER = "triton_launch.py"  # who called it is the line to know
+MODELS = "/site-packages/transformers/"
 PASSED_OVER = ("/site-packages/torch/", "/site-packages/triton/", "/fake_cuda/", "/contextlib.py", "<frozen")
 
 # Kernels whose time is arithmetic, not memory.
@@ -366,7 +367,10 @@ def _on_cuda(args: Any, kwargs: Any) -> bool:
 
 
 def _site(op: str) -> Site:
-    """The nearest line of longweave, else the nearest line of anything but torch, Triton and this package."""
+    """The nearest line of longweave or of a model, else of anything but torch, Triton and this package.
+
+    What a library does that longweave called is longweave's; what a model does is not, although longweave calls models.
+    """
     foreign = None
     frame = sys._getframe(2)
     while frame is not None:
@@ -375,5 +379,7 @@ def _site(op: str) -> Site:
             return Site(op, f"{path[len(OWN) + 1 :]}:{line}", True)
         if foreign is None and not any(part in path for part in PASSED_OVER):
             foreign = f"{path.rsplit('site-packages/', 1)[-1]}:{line}"
+        if MODELS in path:
+            break
         frame = frame.f_back
     return Site(op, foreign or "autograd", False)
