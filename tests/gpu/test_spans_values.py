@@ -4,4 +4,4 @@ from collections.abc import Callable
 
 
 def test_in_the_interpreter(interpreted: Callable[..., None]) -> None:
-    interpreted("interpreted_spans.py", "interpreted_fused.py", "interpreted_ranks.py")
+    interpreted("interpreted_spans.py", "interpreted_fused.py", "interpreted_conv.py", "interpreted_ranks.py")

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from longweave.errors import InputError
+from longweave.kernels import fused
+from longweave.kernels.recurrence import fused_conv
 from longweave.kernels.recurrence.chunks import Segment
 from longweave.tensors import Indices, accumulation_dtype
 
@@ -52,10 +54,12 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str |
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """The first width − 1 tokens of every segment, and what they read.
+    """The first width − 1 tokens of every segment, and what they read; for fused kernels, where segments lie.
 
     `pool` means the rows [edge tokens; halo rows].
     """
+
+    spans: tuple[Segment, ...]
 
     tokens: np.ndarray  # (edges,)
     windows: np.ndarray  # (edges, width) rows of the pool, oldest first
@@ -64,6 +68,13 @@ class Edges:
     @cached_property
     def index(self) -> Indices:
         return Indices(self.tokens, self.windows, self.readers)
+
+    @cached_property
+    def places(self) -> Indices:
+        """First and behind-the-last token and number of every token's segment, and the first two of every segment."""
+        starts, stops = np.array(self.spans, dtype=np.int32).reshape(-1, 2).T
+        segment = np.repeat(np.arange(len(starts), dtype=np.int32), stops - starts)
+        return Indices(starts[segment], stops[segment], segment, starts.copy(), stops.copy())
 
 
 def conv_edges(spans: Sequence[Segment], width: int) -> Edges:
@@ -80,7 +91,7 @@ def conv_edges(spans: Sequence[Segment], width: int) -> Edges:
     rows = len(segment) + len(spans) * (width - 1)
     readers = np.full((rows, width), windows.size, dtype=np.int64)
     readers[windows.reshape(-1), np.tile(np.arange(width), len(segment))] = np.arange(windows.size)
-    return Edges(starts[segment] + position, windows, readers)
+    return Edges(tuple(spans), starts[segment] + position, windows, readers)
 
 
 def conv_forward(
@@ -91,6 +102,8 @@ def conv_forward(
     x (tokens, C), weight (C, width), bias (C,) or None. halo (segments, width − 1, C): the tokens right before each
     segment, zeros where there are none; None is all zeros.
     """
+    if fused.serves(x) and fused.serves(weight):
+        return fused_conv.forward(x, weight, bias, halo, edges.places, silu)
     taps, offset = _taps(x, weight, bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for lo, hi, z in _inner(x, taps, offset):
@@ -109,6 +122,8 @@ def conv_backward(
     Those of x and halo are still in float32 (float64 for float64): gradients of tokens that were another rank's halo
     are added to that of x before the one cast.
     """
+    if fused.serves(x) and fused.serves(weight):
+        return fused_conv.backward(dy, x, weight, bias, halo, edges.places, silu)
     taps, offset = _taps(x, weight, bias)
     width = len(taps)
     tokens, windows, readers = edges.index.on(x.device)
