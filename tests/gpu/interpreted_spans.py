@@ -141,7 +141,7 @@ def test_tensors_as_they_lie() -> None:
     wide_q, wide_dq = torch.randn(2 * total, heads + 3, dim), torch.ones(total, heads + 3, dim)
     q, k, v = wide_q[::2, 2:-1], kv[..., :dim], kv[..., dim:]
     q.copy_(problem.q)
-    whole = Partial(torch.zeros(total, heads + 3, 8), torch.full((heads + 3, total + 9), -torch.inf))
+    whole = Partial(torch.zeros(total, heads + 3, 11)[..., :8], torch.full((heads + 3, total + 9), -torch.inf))
     into = Partial(whole.out[:, 1:-2], whole.lse[1:-2, :total])
     tasks = Tasks(mask.rows)
     spans.forward(into, q, k, v, tasks, dim**-0.5, None, True)

@@ -23,11 +23,15 @@ FULL = bool(os.environ.get("LONGWEAVE_FULL"))
 SHARED = {80: 101376, 90: 232448, 100: 232448, 120: 101376}
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 # Bytes of a thread. With 512 columns of float32 sums dk and dv have more than registers hold.
-SPILLS = {"forward": 0, "dq": 0, "dkv": 256}
+SPILLS = {"fresh": 0, "forward": 0, "dq": 0, "dkv": 256}
 ATOMIC = re.compile(r"\b(atom|red)\.(global|gpu|relaxed|add)")  # nobody else writes the rows of a program
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (72, 80), (96, 96)]
-CASES = [(80, "dq", (64, 64)), (90, "forward", (128, 128)), (90, "dkv", (128, 128)), (100, "forward", (64, 64))]
-CASES = [(*case, None) for case in CASES]
+CASES = [
+    (80, "dq", (64, 64), 30.0),
+    (90, "forward", (128, 128), None),
+    (90, "dkv", (128, 128), None),
+    (100, "fresh", (64, 64), None),
+]
 IN_FLOAT32 = [(80, "dkv", (256, 256))]
 if FULL:
     CASES = [(*case, None) for case in product(SHARED, SPILLS, DIMS)]
@@ -48,13 +52,14 @@ def launches_of(
     k, v = kv[..., :dim], kv[..., dim:]
     tasks = Tasks(lw.Mask.causal([0, tokens]).rows)
     into = Partial.empty(q, v_dim)
-    spans.forward(into, q, k, v, tasks, 1.0, softcap, False)
+    for fresh in (True, False):
+        spans.forward(into, q, k, v, tasks, 1.0, softcap, fresh)
     out = into.out.to(dtype)
     grads = tuple(torch.zeros(x.shape) for x in (q, k, v))
     spans.backward(grads, QuerySide(out, q, out, into.lse), k, v, tasks, 1.0, softcap)
-    assert [launch.name for launch in caught] == ["forward", "dq", "dkv"]
+    assert [launch.name for launch in caught] == ["forward", "forward", "dq", "dkv"]
     assert [launch.name for launch in delta] == ["delta"]
-    return {launch.name: launch for launch in caught}
+    return dict(zip(SPILLS, caught, strict=True))
 
 
 def check(built: Compiled, capability: int, spills: int) -> None:

@@ -32,13 +32,16 @@ FAR = tl.constexpr(1 << 30)
 def _tile(x, start, token_stride, rows, dims, DIM: tl.constexpr, inside, MASKED: tl.constexpr):
     """The rows start + `rows` of x, padded with zeros to the columns `dims`; of MASKED ones those that are `inside`."""
     at = x + tl.cast(start, tl.int64) * token_stride + (rows[:, None] * token_stride + dims[None, :])
-    if dims.shape[0] == DIM:
-        if MASKED:
-            return tl.load(at, mask=inside[:, None], other=0.0)
-        return tl.load(at)
     if MASKED:
-        return tl.load(at, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
-    return tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
+        if dims.shape[0] == DIM:
+            tile = tl.load(at, mask=inside[:, None], other=0.0)
+        else:
+            tile = tl.load(at, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
+    elif dims.shape[0] == DIM:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
@@ -52,8 +55,10 @@ def _capped(x, inner, outer, CAPPED: tl.constexpr):
     """The logits in base 2 of raw products, and their slope before `outer` and `inner` (1 without a cap)."""
     if CAPPED:
         capped = 1 - 2 / (1 + tl.exp(2 * inner * x))
-        return capped * outer, 1 - capped * capped
-    return x * outer, 1.0
+        logits, slope = capped * outer, 1 - capped * capped
+    else:
+        logits, slope = x * outer, 1.0
+    return logits, slope
 
 
 @triton.jit
