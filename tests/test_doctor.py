@@ -9,8 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -22,9 +25,10 @@ import longweave as lw
 from longweave.cli import app
 from longweave.kernels.attention import cpu_flash
 from longweave.kernels.attention.partial import NO_LIMIT, Tasks
+from longweave.launch import RankError
 from longweave.linear.conv import Halo
 from longweave.tools import doctor
-from longweave.tools.doctor import across, kernels, show, whole
+from longweave.tools.doctor import across, kernels, show, speed, whole
 from longweave.tools.doctor.checks import ABSENT, FAIL, OK, SKIPPED, Check, Outcome, Site, attempt, error_of, merged
 
 PARTS = {check.name: check for check in doctor.CHECKS}
@@ -343,6 +347,69 @@ def test_errors_are_relative_and_nan_is_no_success() -> None:
     assert error_of(torch.tensor([10.0, -5.0, 3.0]), wanted) == inf
     with pytest.raises(AssertionError, match="shape"):
         error_of(torch.zeros(2), wanted)
+
+
+# -- CUDA, without CUDA --------------------------------------------------------------------------------
+
+
+class Pool:
+    """In the place of local ranks on a machine with three GPUs, whose check ends with an error on one of them."""
+
+    made: ClassVar[list["Pool"]] = []
+
+    def __init__(self, size: int, threads: int = 1) -> None:
+        self.threads, self.calls, self.closed = threads, [], False
+        Pool.made.append(self)
+
+    def run(self, fn, *args, size, timeout):
+        self.calls.append((fn.__name__, args[1:], size))
+        if fn.__name__ == "_count_devices":
+            return [3]
+        if args[0].name == "dies":
+            raise RankError("rank 1 died with exit code -11\nand more")
+        return [[Outcome("r", "c", FAIL if rank else OK, detail="Traceback" * rank)] for rank in range(size)]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_one_rank_for_each_gpu_and_new_ones_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "Ranks", Pool)
+    Pool.made.clear()
+    found = doctor.diagnose("auto", 8, "llama", [Check("dies", "…", print), Check("raises", "…", print)])
+    assert found.headline() == "checking CUDA, 3 ranks, NCCL"
+    assert "rank 1 died with exit code -11" in rows(found, "dies")["the check itself"].figure
+    assert rows(found, "raises")["r"].verdict == FAIL
+    assert [pool.closed for pool in Pool.made] == [True] * 3
+    assert [pool.calls[-1] for pool in Pool.made[:2]] == [("examine", ("cuda", "llama"), 3)] * 2
+
+
+def test_times_on_a_gpu_are_taken_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        record = lambda self: log.append("record")  # noqa: E731
+        synchronize = lambda self: log.append("synchronize")  # noqa: E731
+        elapsed_time = lambda self, end: 1.5  # noqa: E731
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
+    site = Site(torch.device("cuda", 0), None, None, None, "llama", timedelta(seconds=1))
+    assert speed.milliseconds(lambda: log.append("call"), site, 1) == 1.5
+    assert log == ["call", "wait", "record", "call", "record", "synchronize"]
+    assert speed.workload(site).dtype == torch.bfloat16
+    assert site.dtypes == (torch.float32, torch.bfloat16)
+
+
+def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 << 30, 80 << 30))
+    site = Site(torch.device("cuda", 0), None, None, None, "llama", timedelta(seconds=1))
+    assert kernels._gpu(site).note == "H100, compute capability 9.0, 70.0 of 80.0 GiB free"
 
 
 def test_nothing_found_is_no_success() -> None:
