@@ -16,6 +16,8 @@ from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, Ta
 from longweave.plan.tasks import fuse
 
 MORE = {
+    "aligned": lw.Mask.full([0, 256, 512]),
+    "blind": lw.Mask.from_slices(500, [((0, 100), (0, 100), "causal"), ((300, 500), (200, 400), "full")]),
     "full": lw.Mask.full([0, 300, 301, 700]),
     "prefix": lw.Mask.prefix_causal([0, 400, 600], [150, 20]),
     "shared": lw.Mask.shared_prefix(200, [120, 1, 300, 46]),
