@@ -11,7 +11,8 @@ flash-attn's `hopper/` and of `flash_attn/cute` (version 4):
     FA4   limits are kept as they are; lse −∞
 
 All of them write zeros to out and dq of a segment without keys and to dk and dv of a segment without queries, as far as
-their grid reaches: up to max_seqlen_q and max_seqlen_k. What they do not write is NaN here.
+their grid reaches: up to max_seqlen_q and max_seqlen_k. A call with a longer segment, of which they would leave memory
+unwritten, is refused here.
 """
 
 from collections.abc import Iterator
