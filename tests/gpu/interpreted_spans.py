@@ -33,7 +33,7 @@ MASKS = {
     "nothing before": lw.Mask.from_slices(70, [((40, 70), (0, 70), "causal")]),
 }
 SHAPES = {
-    "softcap, MLA": (2.0, {"heads": 1, "kv_heads": 1, "dim": 24, "v_dim": 16}),
+    "softcap, MLA": (2.0, {"heads": 2, "kv_heads": 2, "dim": 24, "v_dim": 16}),
     "odd": (None, {"heads": 3, "kv_heads": 1, "dim": 72, "v_dim": 80}),
     "softcap, single": (1.0, {"heads": 1, "kv_heads": 1, "dim": 1, "v_dim": 3}),
 }
@@ -133,7 +133,7 @@ def test_rows_of_other_tasks_keep_their_bits() -> None:
 def test_tensors_as_they_lie() -> None:
     """K, V and their gradients are halves of one buffer; q, out and dq are slices of the heads of larger tensors."""
     mask = MASKS["causal"]
-    problem = Problem.random(mask.total, v_dim=8, **SMALL)
+    problem = Problem.random(mask.total, v_dim=8, **{**SMALL, "heads": 4, "kv_heads": 2})
     want = expected(problem, mask)
     total, heads, dim = problem.q.shape
     kv = torch.cat([problem.k, problem.v], -1)
