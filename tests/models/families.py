@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
 
+import plain_transformers  # noqa: F401 - before models are made
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -86,7 +86,7 @@ def timeline(tokens: int, layout: str) -> list[tuple[float, float]]:
     pack = lw.Pack([0, tokens], layout=layout)
     ring = RingStrategy(lw.make_plan(pack.mask, pack.layout, "ring"), pack.core.shards)
     kernel = TimedKernel("cpu_flash", DIM**-0.5)
-    q, k, v, _ = (x.detach().transpose(0, 1).contiguous() for x in inputs(pack.tokens))
+    q, k, v, _ = (x.detach() for x in inputs(pack.tokens))
     ring.forward(kernel, q, k, v, None, want_lse=False)
     kernel.busy.clear()
     dist.barrier()
