@@ -3,9 +3,10 @@
     mixer.py                            what a mixer says about one chunk: its factors
     chunks.py, factors.py, scan.py      packed segments as chunks, their factors, the scan over them
     delta_rule.py, linear_attention.py  the mixers
-    conv.py                             the causal convolution in front of them
+    conv.py, edges.py                   the causal convolution in front of them
     reference.py                        the loop over tokens that all of this is tested against
-    fla.py                              flash-linear-attention
+    segments.py                         packed segments, in the form that each kernel wants
+    fla.py, outer.py                    the mixers on flash-linear-attention; fused_conv.py: the convolution on a GPU
 
 A chunk table says where the segments lie. Who mixes a batch in many layers makes it once and keeps it.
 """
