@@ -38,6 +38,7 @@ HEAD, MID, LAST = Role.HEAD, Role.MID, Role.LAST
 
 def fused_mix(mixer: Mixer, inputs: Sequence[Tensor], chains: Chains) -> Tensor:
     """Outputs (tokens, H, V) of this rank's tokens. Every rank of the group must call it."""
+    inputs = [x.contiguous() for x in inputs]  # as the kernels want them: once for both calls
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     everything = chains.all
     with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):

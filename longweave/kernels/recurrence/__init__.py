@@ -3,7 +3,7 @@
     mixer.py                            what a mixer says about one chunk: its factors
     chunks.py, factors.py, scan.py      packed segments as chunks, their factors, the scan over them
     delta_rule.py, linear_attention.py  the mixers
-    conv.py, edges.py                   the causal convolution in front of them
+    conv.py                             the causal convolution in front of them
     reference.py                        the loop over tokens that all of this is tested against
     segments.py                         packed segments, in the form that each kernel wants
     fla.py, outer.py                    the mixers on flash-linear-attention; fused_conv.py: the convolution on a GPU

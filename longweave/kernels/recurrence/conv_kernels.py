@@ -64,25 +64,36 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def slope_kernel(
     dz, sums, dy, x, taps, bias, halo, begin, segment, tokens, x_token, dy_token, C,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr, ROUNDS: tl.constexpr,
     HAS_HALO: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """dz of every token, and the sums (WIDTH + 1, C) that this block adds to the gradients of weight and bias."""
-    t, c, mask = _tile(tokens, C, BLOCK, SIDE)
-    first = tl.load(begin + t, mask=t < tokens, other=0)
-    number = tl.load(segment + t, mask=t < tokens, other=0)
-    at = t.to(tl.int64)[:, None] * C + c[None, :]
-    grad = tl.load(dy + t.to(tl.int64)[:, None] * dy_token + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        z = _sums(x, taps, bias, halo, t, c, first, number, mask, x_token, C, WIDTH, BLOCK, SIDE, HAS_HALO, HAS_BIAS)
-        s = 1 / (1 + tl.exp(-z))
-        grad = grad * (s * (1 + z * (1 - s)))
-    tl.store(dz + at, grad, mask=mask)
-    out = sums + tl.program_id(0).to(tl.int64) * (WIDTH + 1) * C + c
-    for d in tl.static_range(WIDTH):
-        seen = _before(x, halo, t, c, first, number, mask, x_token, d, C, WIDTH, HAS_HALO)
-        tl.store(out + (WIDTH - 1 - d) * C, tl.sum(seen * grad, 0), mask=c < C)
-    tl.store(out + WIDTH * C, tl.sum(grad, 0), mask=c < C)
+    """dz of ROUNDS blocks of tokens, and the sums (WIDTH + 1, C) that they add to the gradients of weight and bias.
+
+    Blocks are small, as a program holds several tensors of that size; the sums are the rows of one small tile.
+    """
+    c = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    row = tl.arange(0, 16)  # more than there are: 8 taps and the bias
+    total = tl.zeros([16, SIDE], tl.float32)
+    start = tl.program_id(0) * ROUNDS
+    for block in range(start, tl.minimum(start + ROUNDS, tl.cdiv(tokens, BLOCK))):
+        t = block * BLOCK + tl.arange(0, BLOCK)
+        mask = (t < tokens)[:, None] & (c < C)[None, :]
+        first = tl.load(begin + t, mask=t < tokens, other=0)
+        number = tl.load(segment + t, mask=t < tokens, other=0)
+        grad = tl.load(dy + t.to(tl.int64)[:, None] * dy_token + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        if SILU:
+            z = _sums(
+                x, taps, bias, halo, t, c, first, number, mask, x_token, C, WIDTH, BLOCK, SIDE, HAS_HALO, HAS_BIAS
+            )  # fmt: skip
+            s = 1 / (1 + tl.exp(-z))
+            grad = grad * (s * (1 + z * (1 - s)))
+        tl.store(dz + t.to(tl.int64)[:, None] * C + c[None, :], grad, mask=mask)
+        for d in tl.static_range(WIDTH):
+            seen = _before(x, halo, t, c, first, number, mask, x_token, d, C, WIDTH, HAS_HALO)
+            total += tl.where((row == WIDTH - 1 - d)[:, None], tl.sum(seen * grad, 0)[None, :], 0.0)
+        total += tl.where((row == WIDTH)[:, None], tl.sum(grad, 0)[None, :], 0.0)
+    out = sums + (tl.program_id(0).to(tl.int64) * (WIDTH + 1) + row)[:, None] * C + c[None, :]
+    tl.store(out, total, mask=(row <= WIDTH)[:, None] & (c < C)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])

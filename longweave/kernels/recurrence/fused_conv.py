@@ -18,7 +18,10 @@ from longweave.kernels.triton_launch import launch, unit_rows
 from longweave.tensors import Indices
 
 BLOCK, SIDE = 64, 64  # tokens and channels of a program
-BACK_BLOCK = 256  # tokens of a program that also sums: fewer partial sums
+BACK_BLOCK, ROUNDS = (
+    16,
+    32,
+)  # of a program that also sums: small blocks do not spill, many of them give few partial sums
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, halo: Tensor | None, places: Indices, silu: bool) -> Tensor:
@@ -48,13 +51,13 @@ def backward(
     (tokens, channels), width = x.shape, weight.shape[1]
     begin, end, segment, starts, stops = places.on(x.device)
     dz, dx = (torch.empty((tokens, channels), dtype=torch.float32, device=x.device) for _ in range(2))
-    grid = _grid(tokens, channels, BACK_BLOCK)
+    grid = _grid(tokens, channels, BACK_BLOCK * ROUNDS)
     sums = torch.empty((grid[0], width + 1, channels), dtype=torch.float32, device=x.device)
     if dx.numel():
         launch(
             slope_kernel, grid, dz, sums, dy, x, weight, bias, halo, begin, segment, tokens,
-            x.stride(0), dy.stride(0), channels, WIDTH=width, BLOCK=BACK_BLOCK, SIDE=SIDE,
-            HAS_HALO=halo is not None, HAS_BIAS=bias is not None, SILU=silu, num_warps=8,
+            x.stride(0), dy.stride(0), channels, WIDTH=width, BLOCK=BACK_BLOCK, SIDE=SIDE, ROUNDS=ROUNDS,
+            HAS_HALO=halo is not None, HAS_BIAS=bias is not None, SILU=silu,
         )  # fmt: skip
         launch(
             back_kernel, _grid(tokens, channels, BLOCK), dx, dz, weight, end, tokens, channels,
