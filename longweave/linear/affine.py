@@ -14,7 +14,7 @@ their last state. M was kept by forward, so only C travels. What travels does no
 each peer, see `chains.py`.
 
 This is the engine that runs everywhere, in torch: stages of `kernels/recurrence/scan.py` in one autograd Function. The
-other one, on fused kernels, is `fused.py`.
+other one, on fused kernels, is `fused_mix.py`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from longweave.kernels.recurrence.reference import recurrent
 from longweave.kernels.recurrence.segments import Segments
 from longweave.linear.affine import affine_mix
 from longweave.linear.chains import Chains
-from longweave.linear.fused import fused_mix
+from longweave.linear.fused_mix import fused_mix
 
 
 @dataclass(frozen=True)

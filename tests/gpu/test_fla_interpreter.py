@@ -78,7 +78,7 @@ def stages(name: str, dtype: torch.dtype, cu: list[int]) -> None:
     assert worst(with_grads(fused, inputs, state), expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [x for x in CASES if FULL or x is not DELTA], ids=lambda case: case.name)
 def test_stages(interpreted: Ranks, case: Case) -> None:
     interpreted.run(stages, case.name, torch.float32, [0, 3, 4, 37], size=1)
 
@@ -134,10 +134,11 @@ def on_ranks(name: str, dtype: torch.dtype, cu: list[int], layout: str | list, s
             error = float((a.detach().double() - e.detach()[mine]).abs().max() / e.detach().abs().max())
             assert error < TOLERANCE[dtype], f"tensor {tensor} is off by {error:.1e}"
 
-    with torch.no_grad():  # other calls inside, the same values
-        again = mixed(case, leaves, pack, **options)
-    assert not again.requires_grad
-    assert worst([again], [out]) < TOLERANCE[dtype]
+    if FULL or not case.beta:  # delta rules take the interpreter longest
+        with torch.no_grad():  # other calls inside, the same values
+            again = mixed(case, leaves, pack, **options)
+        assert not again.requires_grad
+        assert worst([again], [out]) < TOLERANCE[dtype]
 
 
 # Rank 1 has nothing; one document is cut into fragments of one token, one lies on rank 0 in two pieces.
@@ -148,7 +149,7 @@ RANK_CASES: list[tuple[Case, int, torch.dtype, list[int], str | list]] = [
     (GDN, 3, torch.float32, [0, 9, 30, 41], EMPTY_RANK),
     (GDN, 3, torch.float32, [0, 2, 3], "contiguous"),
     (DELTA, 2, torch.float16, [0, 20, 25, 41], MIXED),
-    (KDA, 2, torch.float32, [0, 20, 25, 41], MIXED),
+    (KDA, 2, torch.float32, [0, 20], [[(0, 7), (15, 20)], [(7, 15)]]),
     (GLA, 3, torch.float32, [0, 9, 30, 41], EMPTY_RANK),
     (HEAD, 3, torch.float32, [0, 9, 30, 41], EMPTY_RANK),
     (LINEAR, 2, torch.float32, [0, 20, 25, 41], MIXED),
@@ -170,7 +171,7 @@ def test_cut_documents(interpreted: Ranks, case: Case, world: int, dtype: torch.
 
 @pytest.mark.parametrize("method", ["reshard", "gather"])
 def test_other_methods(interpreted: Ranks, method: str) -> None:
-    interpreted.run(on_ranks, GDN.name, torch.float32, [0, 0, 17, 20], "zigzag", 0, method, size=2)
+    interpreted.run(on_ranks, GLA.name, torch.float32, [0, 0, 17, 20], "zigzag", 0, method, size=2)
 
 
 # -- in training ---------------------------------------------------------------------------------------------
@@ -185,10 +186,11 @@ def in_training() -> None:
     d_out = torch.randn(18, 2, 24, generator=torch.Generator().manual_seed(3))[mine]
 
     def layer(*leaves: Tensor) -> Tensor:
-        return lw.gated_linear_attention(*leaves, pack, backend="fla", method="affine")
+        return lw.lightning_attention(*leaves, pack, backend="fla", method="affine")
 
     def grads(run) -> list[Tensor]:
-        leaves = [x[mine].requires_grad_() for x in given(GLA, 18, torch.float32)]
+        leaves = [x[mine].requires_grad_() for x in given(LINEAR, 18, torch.float32)]
+        leaves.append(torch.tensor([-0.01, -0.02], requires_grad=True))
         run(*leaves).backward(d_out)
         return [x.grad for x in leaves]
 
@@ -216,7 +218,7 @@ def counted(spans: list) -> list[int]:
 
     pack = lw.Pack([0, 5, 20, 25, 41], torch.distributed.group.WORLD, lw.Layout.from_spans(41, spans))
     mine = own_tokens(pack)
-    for _ in range(3):  # the first pack of a group is compared; the first layer uploads
+    for _ in range(2):  # the first layer uploads
         leaves = [x[mine].requires_grad_() for x in given(GDN, 41, torch.float16)]
         with fla_interpreted.Launches() as forward:
             out = lw.gated_delta_rule(*leaves, pack, qk_l2norm=True, backend="fla", method="affine")
