@@ -90,3 +90,15 @@ def test_blocks(name: str) -> None:
         assert numbers.shape == marked.shape
         for count, order, row in zip(counts, numbers, marked, strict=True):
             assert order[:count].tolist() == np.flatnonzero(row).tolist()
+
+
+def test_in_the_registered_operator(eager: None) -> None:
+    """Its body lies below autograd, which the backward here needs all the same."""
+    pack = lw.Pack([0, 60, 200])
+    problem = Problem.random(200, dtype=torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    expected = solve(problem, lw.Mask.causal(pack.cu_seqlens))
+    out = lw.attention(*leaves, pack, backend="flex")
+    grads = torch.autograd.grad(out, leaves, problem.grad)
+    for which, value in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+        assert worst(value, expected[which]) < 1e-5, which

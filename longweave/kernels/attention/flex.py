@@ -15,7 +15,8 @@ No GPU has run this yet. FlexAttention's own unfused form has, on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ def backward(
     blocks = tasks.compiled(compile_blocks)
     (a, b), (c, d) = blocks.q, blocks.k
     q, k, v = inputs = [x.detach().requires_grad_() for x in (queries.q[a:b], k[c:d], v[c:d])]
-    with torch.enable_grad():
+    with _recorded():
         block_out, block_lse = _flex(q, k, v, blocks, scale, softcap)
     lse, delta = queries.lse[:, a:b], queries.delta[:, a:b]
     grad = queries.grad_out[a:b].to(lse.dtype)
@@ -160,6 +161,16 @@ def backward(
     )
     for total, part, (start, stop) in zip(into, grads, (blocks.q, blocks.k, blocks.k), strict=True):
         total[start:stop] += part
+
+
+@contextmanager
+def _recorded() -> Iterator[None]:
+    """Autograd records what runs here, also inside a registered operator, whose body lies below autograd."""
+    below = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "ADInplaceOrView"):
+        below = below.remove(getattr(torch._C.DispatchKey, key))
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), below):
+        yield
 
 
 def _flex(
