@@ -22,6 +22,7 @@ INTERPRETED = INSTALLED and os.environ.get("TRITON_INTERPRET", "").lower() in ("
 
 ALWAYS = {"enable_fp_fusion": True}  # options of every launch; what Triton takes by default changes with its versions
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OLDEST = 80  # compute capability: older GPUs have less shared memory than tiles take, and no bfloat16
 
 
 def why_not(x: Tensor) -> str | None:
@@ -30,6 +31,8 @@ def why_not(x: Tensor) -> str | None:
         return "triton is not installed: it comes with CUDA builds of torch, or by pip install 'longweave[triton]'"
     if x.device.type != "cuda" and not (INTERPRETED and x.device.type == "cpu"):
         return f"tensors are on {x.device.type}"
+    if (found := capability(x.device)) < OLDEST:
+        return f"it needs compute capability {OLDEST / 10}, not {found / 10}"
     if x.dtype not in DTYPES:
         return f"it has no {str(x.dtype).removeprefix('torch.')}"
     if INTERPRETED and x.dtype == torch.bfloat16:

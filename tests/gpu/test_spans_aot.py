@@ -6,6 +6,7 @@ With LONGWEAVE_FULL=1 for every shape, kernel and family of GPUs; otherwise for 
 import os
 import re
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,3 +105,11 @@ def test_fused_passes(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
         check(built, capability, 0)
         assert ".v4." in built.ptx, f"{launch.name} does not move 16 bytes at a time"
         assert not ATOMIC.search(built.ptx)
+
+
+@pytest.mark.parametrize(("capability", "reason"), [(75, "needs compute capability 8.0, not 7.5"), (80, None)])
+def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capability: int, reason: str | None) -> None:
+    monkeypatch.setattr(triton_launch, "capability", lambda device: capability)
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
+    found = triton_launch.why_not(on_a_gpu)
+    assert (found is None) if reason is None else reason in found
