@@ -25,6 +25,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -74,15 +75,16 @@ class Op:
 
 @cache  # constants of the process: what is installed
 def load(entry: Entry) -> Op | None:
-    """The op, or None if flash-linear-attention is not installed or does not have it."""
+    """The op, or None if flash-linear-attention is not installed, cannot be imported or does not have it."""
     if importlib.util.find_spec("fla") is None:
         return None
     try:
         call = getattr(importlib.import_module(entry.module), entry.name)
-    except (ImportError, AttributeError):
+        version = importlib.import_module("fla").__version__
+    except Exception:  # whatever a broken installation raises, or one for another Triton
         return None
-    version = importlib.import_module("fla").__version__.split(".")
-    grouped = entry.grouped_since is not None and (int(version[0]), int(version[1])) >= entry.grouped_since
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    grouped = entry.grouped_since is not None and numbers >= entry.grouped_since
     return Op(call, frozenset(inspect.signature(call).parameters), grouped)
 
 
@@ -104,7 +106,7 @@ def refusal(mixer: Mixer, inputs: Sequence[Tensor], *, asked: bool = False) -> s
     if entry.even and q.dtype != torch.float32 and (K % 2 or V % 2):
         return f"K is {K} and V {V}; {entry.name} takes even ones in 16 bits: pad them, {REMEDY}"
     if load(entry) is None:
-        return f"it is not installed, or has no {entry.name}: pip install -U flash-linear-attention, {REMEDY}"
+        return f"it is not installed, broken, or has no {entry.name}: pip install -U flash-linear-attention, {REMEDY}"
     return None
 
 
