@@ -28,7 +28,7 @@ import numpy.typing as npt
 from longweave.kernels.attention.partial import TaskRows
 from longweave.tensors import Indices
 
-FAR = 1 << 30  # farther than any two tokens of a rank; sums of two still fit int32
+FAR = 1 << 30  # farther than any two tokens of a rank; with a token's number added it still fits int32
 
 Ints = npt.NDArray[np.int64]
 

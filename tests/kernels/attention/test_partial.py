@@ -91,3 +91,9 @@ def test_heads_of_a_query_side() -> None:
         assert worst(dv, expected["dv"]) < 1e-12
     assert queries.heads(0, 3) is queries
     assert torch.equal(queries.heads(1, 3).delta, queries.delta[1:3])
+
+
+def test_the_gradient_of_sinks_is_finite_where_nothing_is_seen() -> None:
+    x = torch.zeros(2, 1, 4)
+    lse = torch.tensor([[-torch.inf, 0.5]])
+    assert torch.equal(sinks_gradient(torch.tensor([-torch.inf]), QuerySide(x, x, x, lse)), torch.zeros(1))
