@@ -92,6 +92,7 @@ KEPT = {
     "longweave/kernels/attention/cuda_flash.py": {"_flash_attn"},
     "longweave/kernels/attention/flex.py": {"_compiled"},
     "longweave/kernels/recurrence/fla.py": {"load"},
+    "longweave/kernels/triton_launch.py": {"_failure"},
 }
 CONTEXT_VARIABLES = {
     "longweave/comm/agreement.py": ["longweave_checks"],  # are ranks compared?

@@ -8,6 +8,7 @@ TRITON_INTERPRET=1 in the environment Triton interprets the kernels, and CPU ten
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,12 +32,29 @@ def why_not(x: Tensor) -> str | None:
         return "triton is not installed: it comes with CUDA builds of torch, or by pip install 'longweave[triton]'"
     if x.device.type != "cuda" and not (INTERPRETED and x.device.type == "cpu"):
         return f"tensors are on {x.device.type}"
+    if torch.version.hip is not None:
+        return "its tiles were chosen for NVIDIA GPUs, and nobody has tried them on others"
     if (found := capability(x.device)) < OLDEST:
         return f"it needs compute capability {OLDEST / 10}, not {found / 10}"
     if x.dtype not in DTYPES:
         return f"it has no {str(x.dtype).removeprefix('torch.')}"
     if INTERPRETED and x.dtype == torch.bfloat16:
         return "Triton's interpreter has no bfloat16"
+    return None if INTERPRETED or faking() else _failure()
+
+
+@lru_cache(maxsize=1)  # a constant of the process
+def _failure() -> str | None:
+    """What the first launch of a kernel raises. Triton builds its launchers when they are needed, with a C compiler.
+
+    So it may be there and not work, and `auto` must know before it counts on it.
+    """
+    try:
+        from longweave.kernels.fused_kernels import trial_kernel
+
+        launch(trial_kernel, (1,), torch.empty(1, device="cuda"))
+    except Exception as error:  # whatever an installation that is broken raises
+        return f"triton does not work here: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return None
 
 
@@ -55,7 +73,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
 
 def capability(device: torch.device) -> int:
     """80 for compute capability 8.0, and so on; what the interpreter and fake devices pretend to be, too."""
-    if device.type != "cuda" or faking() or torch.version.hip is not None:
+    if device.type != "cuda" or faking():
         return 80
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

@@ -15,6 +15,7 @@ the run the dS that it asks for:
     inputs ──▶ run(S) ──┬── outputs ────▶ _PassBack ──▶ outputs
                         └── last states ─▶
 
+Nothing is computed while summaries travel: they are small, and a third call would cost more than it hides.
 Besides what the run keeps, r is kept: K numbers per token and head in the dtype of q (for decays per head: one).
 """
 

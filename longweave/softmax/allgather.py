@@ -26,7 +26,7 @@ from longweave.kernels.attention import Kernel, zeros_like_sum
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
 from longweave.plan.schedule import Plan
 from longweave.plan.tasks import tasks_on_all
-from longweave.softmax.strategy import Grads, Result, room_for, split
+from longweave.softmax.strategy import Grads, Result, split, zeros_for
 from longweave.tokens import Shards
 
 HeadRange = tuple[int, int]
@@ -85,7 +85,7 @@ def allgather_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in float32 from the merged out and lse."""
     k_dim = k.shape[-1]
-    dq, total = zeros_like_sum(queries.q), zeros_like_sum(room_for(len(k), k, v))
+    dq, total = zeros_like_sum(queries.q), zeros_for(len(k), k, v)
     per_kv = queries.q.shape[1] // k.shape[1]
     arriving = _gather(groups[0], k, v, shards)
     leaving: list[tuple[HeadRange, Pending[Tensor]]] = []

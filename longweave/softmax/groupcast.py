@@ -27,7 +27,7 @@ from longweave.kernels.attention import Kernel, zeros_like_sum
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
 from longweave.plan.schedule import Plan
 from longweave.plan.tasks import CastStage, GroupCast
-from longweave.softmax.strategy import Grads, Result, room_for, split, take
+from longweave.softmax.strategy import Grads, Result, room_for, split, take, zeros_for
 from longweave.tensors import Indices, Order
 from longweave.tokens import Shards
 
@@ -146,7 +146,7 @@ def groupcast_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in float32. `received`: what forward received in each stage; None is received again."""
     k_dim = k.shape[-1]
-    dq, total = zeros_like_sum(queries.q), zeros_like_sum(room_for(len(k), k, v))
+    dq, total = zeros_like_sum(queries.q), zeros_for(len(k), k, v)
     again = any(part is None for part in received)
     arriving = [stage.receive(k, v) for stage in stages[:1]] if again else []
     if again:

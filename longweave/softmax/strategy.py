@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longweave.kernels.attention import Kernel
+from longweave.tensors import accumulation_dtype
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -68,6 +69,12 @@ def split(kv: Tensor, k_dim: int) -> tuple[Tensor, Tensor]:
 def room_for(tokens: int, k: Tensor, v: Tensor) -> Tensor:
     """An empty buffer (tokens, Hk, D + Dv)."""
     return k.new_empty((tokens, k.shape[1], k.shape[2] + v.shape[2]))
+
+
+def zeros_for(tokens: int, k: Tensor, v: Tensor) -> Tensor:
+    """Sums of gradients (tokens, Hk, D + Dv), nothing added yet."""
+    shape = tokens, k.shape[1], k.shape[2] + v.shape[2]
+    return torch.zeros(shape, dtype=accumulation_dtype(k.dtype), device=k.device)
 
 
 def take(k: Tensor, v: Tensor, index: Tensor) -> Tensor:

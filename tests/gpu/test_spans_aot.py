@@ -110,6 +110,18 @@ def test_fused_passes(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
 @pytest.mark.parametrize(("capability", "reason"), [(75, "needs compute capability 8.0, not 7.5"), (80, None)])
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capability: int, reason: str | None) -> None:
     monkeypatch.setattr(triton_launch, "capability", lambda device: capability)
+    monkeypatch.setattr(triton_launch, "_failure", lambda: None)
     on_a_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
     found = triton_launch.why_not(on_a_gpu)
     assert (found is None) if reason is None else reason in found
+
+
+def test_a_triton_that_does_not_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it finds no driver; elsewhere there may be no compiler."""
+    monkeypatch.setattr(triton_launch, "capability", lambda device: 80)
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
+    triton_launch._failure.cache_clear()
+    found = triton_launch.why_not(on_a_gpu)
+    triton_launch._failure.cache_clear()
+    assert found is not None
+    assert found.startswith("triton does not work here: ")

@@ -63,7 +63,7 @@ class Kernel:
 
     def serving(self, tasks: Tasks) -> str:
         """The backend that these tasks go to."""
-        if self.lists is None or tasks.compiled(cuda_flash.is_large):
+        if self.lists is None or tasks.compiled(cuda_flash.suits()):
             return self.backend
         return self.lists
 

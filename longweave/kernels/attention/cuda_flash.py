@@ -109,19 +109,30 @@ def _flash_attn() -> tuple[Any, str | None]:
     return module, None
 
 
-def is_large(rows: TaskRows) -> bool:
-    """Do these kernels beat one that walks a list of tasks? For `Tasks.compiled`.
+def suits() -> Callable[[TaskRows], bool]:
+    """Tells of a list of tasks, by `Tasks.compiled`, whether these kernels beat one that walks the list.
 
-    They are faster at the products, by about a third: 4·D operations for each pair and head. But they hand back a
-    partial per wave, and merging it moves 10·D bytes for each query and head (out read in 16 bits, and read and written
-    in 32), where a kernel over a list keeps it in registers. At 600 against 400 TFLOP/s and 3.3 TB/s (taken, not
-    measured) the two are even at 900 pairs for each query of a wave. Several waves would pass over the same queries
-    again and again, and more so in backward. For windows no such gain is known.
+    They hand back a partial per wave, and merging it moves 10·D bytes for each query and head (out read in 16 bits, and
+    read and written in 32), where the other keeps it in registers; backward likewise. What they win depends on the
+    version: FlashAttention-2 is taken where one call does all, a newer one that was activated also for several. No
+    rates were measured: at 600 against 400 TFLOP/s and 3.3 TB/s, 4·D operations for each pair and head make up for a
+    merge at 900 pairs a query. For windows no gain is known.
     """
+    return is_large if _activated() is None else is_large_in_parts
+
+
+def is_large(rows: TaskRows) -> bool:
+    """One causal or full call with much to do for each query."""
+    return len(compile_waves(rows)) == 1 and is_large_in_parts(rows)
+
+
+def is_large_in_parts(rows: TaskRows) -> bool:
+    """A few such calls. Merges, and more so the sums of backward, count for each of them: so ask for more."""
     waves = compile_waves(rows)
-    if len(waves) != 1 or waves[0].window not in ((-1, -1), (-1, 0)):
+    if len(waves) > 4 or any(wave.window not in ((-1, -1), (-1, 0)) for wave in waves):
         return False
-    return waves[0].area >= 1024 * (waves[0].q[1] - waves[0].q[0])
+    enough = 1024 if len(waves) == 1 else 4096
+    return sum(wave.area for wave in waves) >= enough * sum(wave.q[1] - wave.q[0] for wave in waves)
 
 
 # -- forward and backward ------------------------------------------------------------------------------

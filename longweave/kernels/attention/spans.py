@@ -5,7 +5,8 @@
                 a program for each block of keys and K/V head ──▶ added to dk and dv
 
 Any mask, softcap, grouped heads, head dims up to 256 that need not be equal. Nothing is gathered, padded or copied, and
-nothing is added in an order that could change: the same input gives the same bits. The lists that programs walk over
+nothing is added in an order that could change: the same input gives the same bits. Short documents may share a tile, so
+that an infinite value in one makes its neighbours NaN, too. The lists that programs walk over
 are made once for each list of tasks (`span_lists`); the kernels are in `span_kernels`.
 """
 

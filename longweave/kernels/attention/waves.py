@@ -33,8 +33,8 @@ Ints = npt.NDArray[np.int64]
 # Backward pads every segment by 128 rows of float32, so gaps are not cut finer than this; nor are they left longer than
 # the longest task, which sets how many blocks are launched for every segment.
 GAP = 1024
-# A segment is a y coordinate of the grid (at most 65,535): a task brings up to two gaps with it, long gaps some more.
-TASKS_PER_WAVE = 20_000
+# Those rows are 2 MiB for 32 heads of 128, and a task brings up to two gaps with it: backward stays below some 3 GiB.
+TASKS_PER_WAVE = 512
 
 
 class Wave(NamedTuple):

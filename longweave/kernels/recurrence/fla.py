@@ -85,7 +85,10 @@ def load(entry: Entry) -> Op | None:
         return None
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     grouped = entry.grouped_since is not None and numbers >= entry.grouped_since
-    return Op(call, frozenset(inspect.signature(call).parameters), grouped)
+    parameters = inspect.signature(call).parameters
+    if "cu_seqlens" not in parameters or ("head_first" in parameters and parameters["head_first"].default is True):
+        return None  # an early version, which would read tokens as heads
+    return Op(call, frozenset(parameters), grouped)
 
 
 def refusal(mixer: Mixer, inputs: Sequence[Tensor], *, asked: bool = False) -> str | None:
@@ -106,7 +109,7 @@ def refusal(mixer: Mixer, inputs: Sequence[Tensor], *, asked: bool = False) -> s
     if entry.even and q.dtype != torch.float32 and (K % 2 or V % 2):
         return f"K is {K} and V {V}; {entry.name} takes even ones in 16 bits: pad them, {REMEDY}"
     if load(entry) is None:
-        return f"it is not installed, broken, or has no {entry.name}: pip install -U flash-linear-attention, {REMEDY}"
+        return f"no {entry.name} that works is installed: pip install -U flash-linear-attention, {REMEDY}"
     return None
 
 

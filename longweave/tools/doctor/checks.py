@@ -1,6 +1,6 @@
 """What a check is, and what it finds.
 
-    Check     a function of a `Site` with a name and what it proves; `run.py` calls it on every rank
+    Check     a function of a `Site` with a name and what it proves; `examine` calls it on every rank
     Site      where it runs: a device, the group of all ranks, and a group of this rank alone
     Outcome   one case: a verdict, its worst error or figure, the text of what went wrong
 

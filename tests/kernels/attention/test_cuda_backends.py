@@ -175,3 +175,12 @@ def test_what_is_large() -> None:
     assert not large(lw.Mask.sliding_window([0, 100_000], 4096))
     comb = [((i * 2048, (i + 1) * 2048), (0, 2048), "full") for i in range(0, 16, 2)]
     assert not large(lw.Mask.from_slices(16 * 2048, comb))  # the same keys again and again: a call for each
+
+
+def test_a_version_that_was_activated_may_take_several_calls() -> None:
+    """Two halves of a long document, as zigzag has them: of the keys between them, only the second half sees all."""
+    rows = fuse(lw.Mask.from_slices(65536, [((0, 4096), (0, 4096), "causal"), ((4096, 8192), (0, 30000), "full")]).rows)
+    assert not cuda_flash.suits()(rows)
+    with patch.object(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3"):
+        assert cuda_flash.suits()(rows)
+        assert not cuda_flash.suits()(fuse(lw.Mask.sliding_window([0, 100_000], 4096).rows))
