@@ -78,7 +78,7 @@ def stages(name: str, dtype: torch.dtype, cu: list[int]) -> None:
     assert worst(with_grads(fused, inputs, state), expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("case", [x for x in CASES if FULL or x is not DELTA], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [x for x in CASES if FULL or not x.beta], ids=lambda case: case.name)
 def test_stages(interpreted: Ranks, case: Case) -> None:
     interpreted.run(stages, case.name, torch.float32, [0, 3, 4, 37], size=1)
 
@@ -232,6 +232,7 @@ def counted(spans: list) -> list[int]:
     return counts
 
 
+@pytest.mark.skipif(not FULL, reason="counted on fake CUDA in every run; here with LONGWEAVE_FULL=1")
 def test_launches(interpreted: Ranks) -> None:
     """One run for whole documents, two and a pass back for cut ones, however many fragments there are."""
     whole, cut = [[(0, 20)], [(20, 41)]], [[(0, 9), (14, 15), (25, 41)], [(9, 14), (15, 25)]]
