@@ -156,5 +156,6 @@ class QuerySide:
 
 def sinks_gradient(sinks: Tensor, queries: QuerySide) -> Tensor:
     """The gradient of the sink logits, from the merged out and lse: −Σ_q e^(sink − lse) · ⟨grad_out, out⟩."""
-    share = torch.exp(sinks.to(queries.lse.dtype)[:, None] - queries.lse)
+    seen = queries.lse > -torch.inf  # not so where a query sees nothing and the sink is −∞
+    share = torch.where(seen, torch.exp(sinks.to(queries.lse.dtype)[:, None] - queries.lse), 0.0)
     return -(share * queries.delta).sum(1)

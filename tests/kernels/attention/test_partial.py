@@ -91,3 +91,16 @@ def test_heads_of_a_query_side() -> None:
         assert worst(dv, expected["dv"]) < 1e-12
     assert queries.heads(0, 3) is queries
     assert torch.equal(queries.heads(1, 3).delta, queries.delta[1:3])
+
+
+def test_sinks_of_minus_infinity_have_no_gradient_where_a_query_sees_nothing() -> None:
+    problem, mask = (
+        Problem.random(9, heads=4, kv_heads=2, sinks=True),
+        lw.Mask.from_slices(9, [((0, 4), (0, 9), "full")]),
+    )
+    problem.sinks[1] = -torch.inf
+    q, k, v, grad = problem.q, problem.k, problem.v, problem.grad
+    out, lse = attend(q, k, v, Tasks(mask.rows), sinks=problem.sinks)
+    found = sinks_gradient(problem.sinks, QuerySide(grad, q, out, lse))
+    assert found.isfinite().all()
+    assert found[1] == 0
