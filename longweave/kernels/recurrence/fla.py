@@ -73,17 +73,18 @@ class Op:
 
 
 @cache  # constants of the process: what is installed
-def load(entry: Entry) -> Op | None:
-    """The op, or None if flash-linear-attention is not installed or does not have it."""
-    if importlib.util.find_spec("fla") is None:
-        return None
+def load(entry: Entry) -> Op | str:
+    """The op, or why there is none."""
     try:
+        if importlib.util.find_spec("fla") is None:
+            return "it is not installed: pip install flash-linear-attention"
         call = getattr(importlib.import_module(entry.module), entry.name)
-    except (ImportError, AttributeError):
-        return None
-    version = importlib.import_module("fla").__version__.split(".")
-    grouped = entry.grouped_since is not None and (int(version[0]), int(version[1])) >= entry.grouped_since
-    return Op(call, frozenset(inspect.signature(call).parameters), grouped)
+        version = importlib.import_module("fla").__version__.split(".")
+        grouped = entry.grouped_since is not None and (int(version[0]), int(version[1])) >= entry.grouped_since
+        return Op(call, frozenset(inspect.signature(call).parameters), grouped)
+    except Exception as error:  # whatever a broken or an old installation raises
+        said = f"{type(error).__name__}: {error}"
+        return f"its {entry.name} cannot be imported ({said}): pip install -U flash-linear-attention"
 
 
 def refusal(mixer: Mixer, inputs: Sequence[Tensor], *, asked: bool = False) -> str | None:
@@ -103,9 +104,8 @@ def refusal(mixer: Mixer, inputs: Sequence[Tensor], *, asked: bool = False) -> s
         return f"keys have {K} dims; {entry.name} takes {entry.widest_key} at most: use backend='torch'"
     if entry.even and q.dtype != torch.float32 and (K % 2 or V % 2):
         return f"K is {K} and V {V}; {entry.name} takes even ones in 16 bits: pad them, {REMEDY}"
-    if load(entry) is None:
-        return f"it is not installed, or has no {entry.name}: pip install -U flash-linear-attention, {REMEDY}"
-    return None
+    found = load(entry)
+    return f"{found}, {REMEDY}" if isinstance(found, str) else None
 
 
 def run(
@@ -121,7 +121,7 @@ def run(
     Segments fill the tokens in order. `initial_state` and final states have a row for each that is not empty.
     """
     op = load(ENTRIES[type(mixer)])
-    assert op is not None, "refusal() comes first"
+    assert isinstance(op, Op), "refusal() comes first"
     q, k, v, *gates = inputs
     if not len(q):
         return _nothing(inputs), None
