@@ -135,7 +135,7 @@ def doctor(
     """
     if device not in (None, "cuda", "cpu"):
         raise typer.BadParameter(f"device is {device!r}; choose cuda or cpu")
-    if json is not None:  # not after minutes
+    if json is not None and os.environ.get("RANK", "0") == "0":  # now, not after minutes
         try:
             json.parent.mkdir(parents=True, exist_ok=True)
             json.open("a").close()
