@@ -135,6 +135,12 @@ def doctor(
     """
     if device not in (None, "cuda", "cpu"):
         raise typer.BadParameter(f"device is {device!r}; choose cuda or cpu")
+    if json is not None and os.environ.get("RANK", "0") == "0":  # now, not after minutes
+        try:
+            json.parent.mkdir(parents=True, exist_ok=True)
+            json.open("a").close()
+        except OSError as error:
+            raise typer.BadParameter(f"json is {str(json)!r}, which cannot be written: {error.strerror}") from error
     with console.status("loading torch and starting ranks") as status:  # loading takes seconds
         from longweave.tools.doctor.show import run_and_show
         from longweave.tools.train.workload import FAMILIES

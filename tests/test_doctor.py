@@ -305,7 +305,10 @@ def test_the_command_says_that_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch,
     assert (written["asked_for"], written["device"]) == ("cuda", "cpu")
 
 
-@pytest.mark.parametrize("args", [["--device", "tpu"], ["--model", "elephant"], ["--ranks", "-3"]])
+@pytest.mark.parametrize(
+    "args",
+    [["--device", "tpu"], ["--model", "elephant"], ["--ranks", "-3"], ["--json", "."], ["--json", "/dev/null/x"]],
+)
 def test_the_command_refuses(args: list[str]) -> None:
     result = CliRunner().invoke(app, ["doctor", *args])
     assert result.exit_code == 2

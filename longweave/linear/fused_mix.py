@@ -97,7 +97,8 @@ class _PassBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, way: _Way, out: Tensor, final: Tensor | None, *kept: Tensor | None) -> Tensor:
         ctx.way, ctx.leaves = way, final is not None
-        ctx.save_for_backward(*kept)
+        # One that is there on every rank: reading it makes checkpointing recompute, and that is a collective.
+        ctx.save_for_backward(out.new_empty(0), *kept)
         ctx.mark_dirty(out)
         return out
 
@@ -105,7 +106,7 @@ class _PassBack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         way, chains, summed = ctx.way, ctx.way.chains, ctx.way.summed
-        transitions, x, weight = ctx.saved_tensors
+        _, transitions, x, weight = ctx.saved_tensors
         with torch.autocast(d_out.device.type, enabled=False):
             C = torch.zeros((0, *way.state_shape), dtype=torch.float32, device=d_out.device)
             if x is not None:

@@ -6,6 +6,7 @@ Call (mask, window, strategy, options, …) + head shape ──▶ PlannedCall: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf, isfinite
 from typing import NamedTuple
 
 import torch
@@ -130,7 +131,10 @@ def backward(
 def _by_token(x: Tensor) -> Tensor:
     """x as kernels read it: the numbers of a head side by side, and rows that begin where vectors may be loaded."""
     aligned = all(step * x.element_size() % 16 == 0 for step in (*x.stride()[:-1], x.storage_offset()))
-    return x if x.stride(-1) == 1 and aligned else x.contiguous()
+    if x.stride(-1) == 1 and aligned:
+        return x
+    x = x.contiguous()  # which leaves a contiguous x where it is, wherever that begins
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
 def _read(options: str) -> dict[str, int]:
@@ -170,7 +174,9 @@ def _check(core: PackCore, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
         raise InputError(f"sinks is {sinks.dtype}; give floating logits")
     if sinks is not None and sinks.device != q.device:
         raise InputError(f"sinks is on {sinks.device} and q on {q.device}; put them on one device")
-    if call.softcap is not None and not call.softcap > 0:
+    if call.softcap is not None and not 0 < call.softcap < inf:
         raise InputError(f"softcap is {call.softcap}; give a positive number or None")
+    if call.scale is not None and not isfinite(call.scale):
+        raise InputError(f"scale is {call.scale}; give a finite number or None")
     core.once(PlannedCall, call.way, _shape(q, k, v))
     call.kernel(core, q, k, v)

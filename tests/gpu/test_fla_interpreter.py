@@ -212,6 +212,24 @@ def test_in_training(interpreted: Ranks) -> None:
     interpreted.run(in_training, size=2)
 
 
+def checkpointed() -> None:
+    """Without a decay there is no transition, and nothing is read where documents begin: rank 0 keeps nothing."""
+    import fla_interpreted  # noqa: F401
+
+    pack = lw.Pack([0, 6], torch.distributed.group.WORLD, lw.Layout.from_spans(6, [[(0, 3)], [(3, 6)]]))
+    q, k, v = (torch.randn(3, 1, 16, requires_grad=True) for _ in range(3))
+
+    def layer(*leaves: Tensor) -> Tensor:
+        return lw.lightning_attention(*leaves, None, pack, backend="fla", method="affine")
+
+    torch.utils.checkpoint.checkpoint(layer, q, k, v, use_reentrant=False).sum().backward()
+
+
+def test_every_rank_recomputes(interpreted: Ranks) -> None:
+    """Recomputing is collective: a rank that has nothing to read again must do it all the same."""
+    interpreted.run(checkpointed, size=2, timeout=60)
+
+
 def counted(spans: list) -> list[int]:
     """Launches of a later layer: of Triton and of torch, forward, then backward. Nothing waits or uploads."""
     import fla_interpreted

@@ -76,6 +76,25 @@ def test_on_one_rank(name: str, rules: str) -> None:
         assert stack.calls == ["forward"] * waves + ["backward"] * waves
 
 
+def test_tensors_that_begin_oddly() -> None:
+    """Contiguous, but where no load of 16 bytes can begin; and one token, whose stride could be anything."""
+    problem = Problem.random(20, dtype=torch.float16)
+    q, k, v, grad = (
+        torch.cat([x.new_zeros(6), x.flatten()])[6:].view(x.shape)
+        for x in (problem.q, problem.k, problem.v, problem.grad)
+    )
+    assert q.is_contiguous()
+    mask = lw.Mask.causal([0, 20])
+    expected = solve(problem, mask)
+    with on_cpu("FA2"):
+        out, lse = attend(q, k, v, Tasks(mask.rows), backend="aten_flash")
+        grads = attend_backward(QuerySide(grad, q, out.half(), lse), k, v, Tasks(mask.rows), backend="aten_flash")
+        for name, value in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+            assert worst(value, expected[name]) < TOLERANCE[torch.float16], name
+        q, k, v = (x[:1].as_strided((1, *x.shape[1:]), (3, *x.stride()[1:])) for x in (q, k, v))
+        attend(q, k, v, Tasks(lw.Mask.causal([0, 1]).rows), backend="aten_flash")
+
+
 def test_nothing_is_copied() -> None:
     """q, k and v reach the operator where they are, also as parts of one buffer and with gaps between the tasks."""
     mask = lw.Mask.from_slices(300, [((10, 90), (20, 80), "full"), ((100, 200), (120, 290), "causal")])

@@ -187,7 +187,8 @@ def options_of_the_call(strategy: str, options: dict) -> None:
     layout = lw.Layout.zigzag(CU, dist.get_world_size())
     problem = Problem.random(mask.total, sinks=True)
     compare(mask, layout, strategy, options, problem, 1e-10, softcap=2.0)
-    compare(mask, layout, strategy, options, problem, 1e-10, scale=0.7)
+    for scale in (0.7, -0.7, 0.0):
+        compare(mask, layout, strategy, options, problem, 1e-10, scale=scale)
     compare(mask, layout, strategy, options, problem, 1e-10, call_options={"backend": "reference"})
 
 

@@ -101,10 +101,12 @@ class Kernel:
 
 def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, backend: str = "auto") -> Kernel:
     """The named backend, or the best that can serve. Raises `BackendError` if the named one cannot."""
+    # Flash kernels multiply after they have masked: what is hidden, −∞, would become NaN or +∞.
+    flash = None if scale > 0 else f"scale is {scale}; flash kernels need a positive one"
     reasons: dict[str, Callable[[], str | None]] = {
-        "cpu_flash": lambda: cpu_flash.why_not(q, k, v, softcap),
-        "flash_attn": lambda: cuda_flash.why_not_flash_attn(q, k, v),
-        "aten_flash": lambda: cuda_flash.why_not_aten(q, k, v, softcap),
+        "cpu_flash": lambda: flash or cpu_flash.why_not(q, k, v, softcap),
+        "flash_attn": lambda: flash or cuda_flash.why_not_flash_attn(q, k, v),
+        "aten_flash": lambda: flash or cuda_flash.why_not_aten(q, k, v, softcap),
         "triton": lambda: spans.why_not(q, k, v),
         "flex": lambda: flex.why_not(q, k, v),
         "reference": lambda: None,

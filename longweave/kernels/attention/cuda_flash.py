@@ -197,7 +197,7 @@ def _even(dim: int) -> int:
 
 def _aligned(x: Tensor) -> Tensor:
     fits = x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == x.storage_offset() % 8 == 0
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)  # also where x is contiguous, but begins oddly
 
 
 # -- calls ---------------------------------------------------------------------------------------------

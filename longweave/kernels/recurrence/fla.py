@@ -74,21 +74,22 @@ class Op:
 
 
 @cache  # constants of the process: what is installed
-def load(entry: Entry) -> Op | None:
-    """The op, or None if flash-linear-attention is not installed, cannot be imported or does not have it."""
-    if importlib.util.find_spec("fla") is None:
-        return None
+def load(entry: Entry) -> Op | str:
+    """The op, or why there is none."""
     try:
+        if importlib.util.find_spec("fla") is None:
+            return "it is not installed: pip install flash-linear-attention"
         call = getattr(importlib.import_module(entry.module), entry.name)
         version = importlib.import_module("fla").__version__
-    except Exception:  # whatever a broken installation raises, or one for another Triton
-        return None
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    grouped = entry.grouped_since is not None and numbers >= entry.grouped_since
-    parameters = inspect.signature(call).parameters
+        numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+        parameters = inspect.signature(call).parameters
+    except Exception as error:  # whatever a broken or an old installation raises
+        said = f"{type(error).__name__}: {error}"
+        return f"its {entry.name} cannot be imported ({said}): pip install -U flash-linear-attention"
     if "cu_seqlens" not in parameters or ("head_first" in parameters and parameters["head_first"].default is True):
-        return None  # an early version, which would read tokens as heads
-    return Op(call, frozenset(parameters), grouped)
+        # Such a version would read tokens as heads.
+        return f"its {entry.name} of version {version} is too old: pip install -U flash-linear-attention"
+    return Op(call, frozenset(parameters), entry.grouped_since is not None and numbers >= entry.grouped_since)
 
 
 def refusal(mixer: Mixer, inputs: Sequence[Tensor], *, asked: bool = False) -> str | None:
@@ -108,9 +109,8 @@ def refusal(mixer: Mixer, inputs: Sequence[Tensor], *, asked: bool = False) -> s
         return f"keys have {K} dims; {entry.name} takes {entry.widest_key} at most: use backend='torch'"
     if entry.even and q.dtype != torch.float32 and (K % 2 or V % 2):
         return f"K is {K} and V {V}; {entry.name} takes even ones in 16 bits: pad them, {REMEDY}"
-    if load(entry) is None:
-        return f"no {entry.name} that works is installed: pip install -U flash-linear-attention, {REMEDY}"
-    return None
+    found = load(entry)
+    return f"{found}, {REMEDY}" if isinstance(found, str) else None
 
 
 def run(
@@ -126,7 +126,7 @@ def run(
     Segments fill the tokens in order. `initial_state` and final states have a row for each that is not empty.
     """
     op = load(ENTRIES[type(mixer)])
-    assert op is not None, "refusal() comes first"
+    assert isinstance(op, Op), "refusal() comes first"
     q, k, v, *gates = inputs
     if not len(q):
         return _nothing(inputs), None

@@ -93,7 +93,14 @@ def test_heads_of_a_query_side() -> None:
     assert torch.equal(queries.heads(1, 3).delta, queries.delta[1:3])
 
 
-def test_the_gradient_of_sinks_is_finite_where_nothing_is_seen() -> None:
-    x = torch.zeros(2, 1, 4)
-    lse = torch.tensor([[-torch.inf, 0.5]])
-    assert torch.equal(sinks_gradient(torch.tensor([-torch.inf]), QuerySide(x, x, x, lse)), torch.zeros(1))
+def test_sinks_of_minus_infinity_have_no_gradient_where_a_query_sees_nothing() -> None:
+    problem, mask = (
+        Problem.random(9, heads=4, kv_heads=2, sinks=True),
+        lw.Mask.from_slices(9, [((0, 4), (0, 9), "full")]),
+    )
+    problem.sinks[1] = -torch.inf
+    q, k, v, grad = problem.q, problem.k, problem.v, problem.grad
+    out, lse = attend(q, k, v, Tasks(mask.rows), sinks=problem.sinks)
+    found = sinks_gradient(problem.sinks, QuerySide(grad, q, out, lse))
+    assert found.isfinite().all()
+    assert found[1] == 0

@@ -10,6 +10,7 @@ from linear_cases import GDN, KDA, on_one_rank, with_grads, worst
 
 import longweave as lw
 from longweave.errors import BackendError
+from longweave.kernels.recurrence import fla
 from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.kernels.recurrence.linear_attention import KimiDelta
 from longweave.kernels.recurrence.reference import recurrent
@@ -81,3 +82,25 @@ def test_a_backend_that_cannot_serve_says_why() -> None:
     lw.gated_delta_rule(*inputs, pack)
     assert pack.methods["gated_delta_rule"].backend == "torch"
     assert "inputs are on cpu" in pack.methods["gated_delta_rule"].backend_why
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ImportError])
+def test_a_broken_installation_is_a_reason(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    """Whatever importing flash-linear-attention raises: "auto" runs in torch, and asking for it says what it was."""
+
+    def broken(name: str) -> None:
+        raise error("libcuda.so.1 is not there")
+
+    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(fla.importlib, "import_module", broken)
+    found = fla.load.__wrapped__(fla.ENTRIES[GatedDeltaRule])
+    monkeypatch.undo()
+    assert f"{error.__name__}: libcuda.so.1 is not there" in found
+    monkeypatch.setattr(fla, "load", lambda entry: found)
+    monkeypatch.setattr(fla, "DEVICES", ("cpu",))
+    q, k, v, g, beta = (x.bfloat16() for x in GDN.inputs(9, 2, 2, K=16, V=16, dtype=torch.float32))
+    pack = lw.Pack([0, 5, 9])
+    lw.gated_delta_rule(q, k, v, g, beta, pack)
+    assert pack.methods["gated_delta_rule"].why
+    with pytest.raises(BackendError, match=r"libcuda.so.1 is not there.*or use backend='torch'"):
+        lw.gated_delta_rule(q, k, v, g, beta, pack, backend="fla")
