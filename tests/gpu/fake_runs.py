@@ -32,6 +32,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "groupcast": {"strategy": "groupcast"},
+    "groupcast by flash": {"strategy": "groupcast", "backend": "aten_flash"},
     "ring": {"strategy": "ring"},
     "ulysses": {"strategy": "ulysses"},
     "ring × ulysses": {"strategy": "ring", "ulysses_size": 8},
@@ -124,7 +125,7 @@ def attention_layer(watch: Watch, pack: lw.Pack, backend: str, options: dict[str
         )
         tallies = Tally(), Tally()
         with watch.during(tallies[0]):
-            out = lw.attention(q, k, v, pack, backend=backend, **options)
+            out = lw.attention(q, k, v, pack, **{"backend": backend, **options})
         with watch.during(tallies[1]):
             out.backward(grad)
         same(out, q)

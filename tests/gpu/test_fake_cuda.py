@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(fake_cuda.why_not() is not None, reason=str(fake
 
 FULL = bool(os.environ.get("LONGWEAVE_FULL"))
 RANKS = (17, 0, 63) if FULL else (17,)
-STRATEGIES = ("groupcast", "ring", "ulysses", "ring × ulysses", "allgather")
+STRATEGIES = ("groupcast", "groupcast by flash", "ring", "ulysses", "ring × ulysses", "allgather")
 MODELS = ("qwen3_5", "gpt_oss", "qwen3_moe") if FULL else ("qwen3_5", "gpt_oss")
 WAYS = ("forward", "backward")
 
