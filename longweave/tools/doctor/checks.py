@@ -132,7 +132,7 @@ def attempt(site: Site, row: str, case: str, limit: float | None, measure: Calla
 def _why_absent(refusal: BackendError) -> str:
     """The reason alone: which backend it was says the row, and nobody is to choose another."""
     text = str(refusal)
-    return (text.partition(": ")[2] or text).removesuffix("; choose another or 'auto'")
+    return (text.partition(": ")[2] or text).partition("; use 'auto' or ")[0]
 
 
 def error_of(found: Tensor, wanted: Tensor, largest: Tensor | None = None) -> float:
