@@ -126,15 +126,26 @@ def doctor(
     ),
     device: str = typer.Option(None, help="cuda or cpu; by default cuda if there is one."),
     model: str = typer.Option("qwen3_5", help="The family of the two-layer model, as in `longweave train`."),
-    json: Path = typer.Option(None, help="Also write all that was found to this file, for a report."),  # noqa: B008
+    json: Path = typer.Option(  # noqa: B008
+        None, help="Also write all that was found to this file, for a report; its folder is made if need be."
+    ),
 ) -> None:
     """Check this installation: collectives, every kernel, strategy and mixer against one process, a model, and speed.
 
-    Exit code 0: all that could be checked is right; 1: something failed; 2: CUDA was asked for and there is none (the
-    CPU was checked and is right), or the command could not be understood.
+    Exit code 0: all that could be checked is right.
+
+    1: something failed. 2: the command could not be understood.
+
+    3: CUDA was asked for and there is none; the CPU was checked and is right.
     """
     if device not in (None, "cuda", "cpu"):
         raise typer.BadParameter(f"device is {device!r}; choose cuda or cpu")
+    if json is not None and os.environ.get("RANK", "0") == "0":
+        try:  # now, not after minutes of checks
+            json.parent.mkdir(parents=True, exist_ok=True)
+            json.open("a").close()
+        except OSError as error:
+            raise typer.BadParameter(f"--json {json} cannot be written: {error.strerror}") from error
     with console.status("loading torch and starting ranks") as status:  # loading takes seconds
         from longweave.tools.doctor.show import run_and_show
         from longweave.tools.train.workload import FAMILIES
