@@ -70,7 +70,7 @@ def _model_error(site: Site) -> Outcome:
     # One process on the same device: with CUDA, Hugging Face models are made of modules that run nowhere else.
     errors = _errors(model_pass(site, made, site.group), model_pass(site, made, site.alone_here))
     name = max(errors, key=lambda key: errors[key])
-    # Both sides round in float32, through two layers and the loss; A_log sums over all tokens what nearly cancels.
+    # Ten times that of one operator: both sides round in float32, through two layers and the loss, back and forth.
     limit = 10 * LIMITS[torch.float32]
     verdict = OK if errors[name] <= limit else FAIL
     return Outcome("", "", verdict, errors[name], limit, note=f"{len(errors)} tensors, worst {name}")
