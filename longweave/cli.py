@@ -126,21 +126,26 @@ def doctor(
     ),
     device: str = typer.Option(None, help="cuda or cpu; by default cuda if there is one."),
     model: str = typer.Option("qwen3_5", help="The family of the two-layer model, as in `longweave train`."),
-    json: Path = typer.Option(None, help="Also write all that was found to this file, for a report."),  # noqa: B008
+    json: Path = typer.Option(  # noqa: B008
+        None, help="Also write all that was found to this file, for a report; its folder is made if need be."
+    ),
 ) -> None:
     """Check this installation: collectives, every kernel, strategy and mixer against one process, a model, and speed.
 
-    Exit code 0: all that could be checked is right; 1: something failed; 2: CUDA was asked for and there is none (the
-    CPU was checked and is right), or the command could not be understood.
+    Exit code 0: all that could be checked is right.
+
+    1: something failed. 2: the command could not be understood.
+
+    3: CUDA was asked for and there is none; the CPU was checked and is right.
     """
     if device not in (None, "cuda", "cpu"):
         raise typer.BadParameter(f"device is {device!r}; choose cuda or cpu")
-    if json is not None and os.environ.get("RANK", "0") == "0":  # now, not after minutes
-        try:
+    if json is not None and os.environ.get("RANK", "0") == "0":
+        try:  # now, not after minutes of checks
             json.parent.mkdir(parents=True, exist_ok=True)
             json.open("a").close()
         except OSError as error:
-            raise typer.BadParameter(f"json is {str(json)!r}, which cannot be written: {error.strerror}") from error
+            raise typer.BadParameter(f"--json {json} cannot be written: {error.strerror}") from error
     with console.status("loading torch and starting ranks") as status:  # loading takes seconds
         from longweave.tools.doctor.show import run_and_show
         from longweave.tools.train.workload import FAMILIES
@@ -171,28 +176,22 @@ def bench_attention(tokens: list[int] = typer.Argument(None, help="Document leng
 
 @bench.command("packed")
 def bench_packed(tokens: list[int] = typer.Argument(None, help="Pack sizes; 8192 32768 by default.")) -> None:  # noqa: B008
-    """Packed documents on 2 and 4 local ranks: group-cast, all-gather, ring and one process."""
+    """Packed documents on 2 and 4 local ranks: group-cast, all-gather, ring and one process. Takes minutes."""
     from longweave.tools.bench import packed
 
-    table = Table(title="packed causal documents, forward + backward, float32, 8:2 heads, d 64, one thread a rank")
-    for column in ("documents", "tokens", "ranks", "groupcast s", "speed-up over 1 process x 2 threads"):
-        table.add_column(column, justify="right")
-    for column in ("over allgather", "over ring", "MB received", "MB all-gather"):
-        table.add_column(column, justify="right")
+    typer.echo("packed causal documents, forward + backward, float32, 8:2 heads, d 64, one thread a rank;")
+    typer.echo(f"{packed.PLANNED_FOR}; group-cast in seconds, and how many times faster it is")
+    columns = "documents,tokens,ranks,groupcast s,over 1 process x 2 threads,over allgather,over ring"
+    titles = [*columns.split(","), "MB received", "MB all-gather"]
+    typer.echo("  ".join(titles))
     for length in tokens or [8192, 32768]:
         for kind in ("lognormal", "giant"):
-            for row in packed.run(length, kind):
+            for row in packed.run(length, kind):  # minutes: every row is shown when it is there
                 ratios = (row.one_process, row.allgather, row.ring)
-                table.add_row(
-                    row.kind,
-                    str(row.tokens),
-                    str(row.ranks),
-                    f"{row.groupcast:.3f}",
-                    *(f"{other / row.groupcast:.2f}" for other in ratios),
-                    f"{row.mb_groupcast:.2f}",
-                    f"{row.mb_allgather:.2f}",
-                )
-    console.print(table)
+                cells = [row.kind, str(row.tokens), str(row.ranks), f"{row.groupcast:.3f}"]
+                cells += [f"{other / row.groupcast:.2f}" for other in ratios]
+                cells += [f"{row.mb_groupcast:.2f}", f"{row.mb_allgather:.2f}"]
+                typer.echo("  ".join(cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)))
 
 
 @bench.command("compare")
@@ -200,8 +199,9 @@ def bench_compare(tokens: int = typer.Argument(32768), ranks: int = 4) -> None:
     """Packed documents: traffic, balance and memory of all-gather, ring and group-cast."""
     from longweave.tools.bench import packed
 
+    typer.echo(packed.PLANNED_FOR)
     table = Table(title=f"{tokens} tokens of log-normal documents on {ranks} ranks, one forward, worst rank")
-    for column in ("strategy", "layout", "tokens received", "imbalance", "MB kept for backward", "MB peak"):
+    for column in ("strategy", "layout", "tokens received", "imbalance", "MB kept with inputs", "MB peak over inputs"):
         table.add_column(column, justify="left" if column in ("strategy", "layout") else "right")
     for row in packed.compare(packed.documents("lognormal", tokens), ranks):
         numbers = (f"{row.imbalance:.3f}", f"{row.mb_kept:.1f}", f"{row.mb_peak:.1f}")

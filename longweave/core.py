@@ -20,6 +20,7 @@ from torch.utils.data import get_worker_info
 from longweave.comm.agreement import Fact, compare, digest, ledger_of, same_calls
 from longweave.comm.exchange import Comm, Group, resolve
 from longweave.errors import InputError
+from longweave.kernels.attention import check_backend
 from longweave.plan.cost import CPU, Machine, Shape
 from longweave.plan.fragments import Fragments, fragments
 from longweave.plan.layout import Layout
@@ -64,6 +65,7 @@ class PackCore:
         self.layout = self._layout_of(layout)
         self.options = check_options(strategy, options or {})
         check_method(method)
+        check_backend(backend)
         self.strategy, self.method, self.backend = strategy, method, backend
         self.plans: dict[Plan, int] = {}  # in use, with the number of calls of each
         self.methods: dict[str, Any] = {}  # of linear layers, by operator

@@ -40,8 +40,8 @@ class Pack:
         "balanced" or a Layout.
     mask, window: who sees whom: "causal", "full" or a Mask, and how many tokens a token sees back, itself included. It
         is what "balanced" balances, and what attention uses unless a call says otherwise.
-    strategy, backend and options such as `stages`: what attention uses where a call says "auto"; method: likewise for
-        linear layers.
+    strategy, backend and options such as `stages`: what softmax attention uses where a call says "auto"; method:
+        likewise for linear layers, whose own `backend=` a pack does not set.
 
     Every rank of the group makes it with the same arguments. That is compared here, with one small message; a rank that
     differs is named on all of them, and what one rank refuses all refuse. Raises `InputError` and `GroupError`.

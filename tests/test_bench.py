@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 import longweave as lw
+from longweave.cli import app
 from longweave.launch import Ranks
 from longweave.plan import CPU, Machine
 from longweave.plan.cost import traffic
@@ -44,6 +47,35 @@ def test_packed(ranks: Ranks) -> None:
         assert ranks.run(packed.our_pass, borders, strategy, size=2)[0] > 0
     assert packed.one_process(borders, "ours") > 0
     assert packed.one_process(borders, "sdpa") > 0
+
+
+def test_packed_plans_as_for_gpus(ranks: Ranks) -> None:
+    """On a CPU the layout would be another one: bytes are cheap there, and group-cast would receive all of them."""
+    borders = packed.documents("lognormal", 32768)
+    mask = lw.Mask.causal(borders)
+    ours = traffic(mask, packed.layout_of("balanced", borders, 4))[1]
+    cheap = traffic(mask, lw.Layout.balanced(mask, 4, machine=CPU))[1]
+    assert 4 * max(ours) < max(cheap)
+    small = packed.documents("lognormal", 512)
+    assert len(ranks.run(packed.footprint, small, "groupcast", "balanced", size=2)) == 2
+
+
+def test_rows_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each before the next one is measured."""
+    shown: list[str] = []
+    echo = typer.echo
+    monkeypatch.setattr(typer, "echo", lambda text: (shown.append(text), echo(text)))
+
+    def run(tokens: int, kind: str):
+        for world in (2, 4):
+            yield packed.PackedTimes(kind, tokens, world, 0.5, 1.0, 0.75, 2.0, 3.25, 4.5)
+            assert kind in shown[-1]
+
+    monkeypatch.setattr(packed, "run", run)
+    result = CliRunner().invoke(app, ["bench", "packed", "64"])
+    assert result.exit_code == 0, result.output
+    assert packed.PLANNED_FOR in result.output
+    assert " ".join(result.output.splitlines()[-1].split()) == "giant 64 4 0.500 4.00 2.00 1.50 3.25 4.50"
 
 
 def test_the_footprint_is_that_of_the_tensors(ranks: Ranks) -> None:

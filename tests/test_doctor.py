@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -59,7 +60,12 @@ def test_a_right_installation_passes(healthy: doctor.Diagnosis) -> None:
     assert set(rows(healthy, "collectives")) == set(across.COLLECTIVES)
     assert all(len(finding.cases) == 2 for finding in rows(healthy, "collectives").values())  # also in a sub-group
     assert rows(healthy, "attention kernels")["cpu_flash"].verdict == OK
-    assert rows(healthy, "attention kernels")["aten_flash"].verdict == ABSENT
+    for backend in ("aten_flash", "flash_attn", "flex"):
+        assert rows(healthy, "attention kernels")[backend].verdict == ABSENT
+        assert rows(healthy, "attention kernels")[backend].figure == "does not run on cpu"
+    overlap = rows(healthy, "overlap")["exchange and compute"].figure
+    assert overlap.startswith("not judged")
+    assert "% of the shorter is hidden" in overlap
     assert rows(healthy, "automatic choice")["window of 1024, float32"].figure == "cpu_flash"
     assert set(rows(healthy, "linear mixers")) == set(across.MIXERS)
     assert {"groupcast", "ring", "allgather", "ulysses"} <= set(rows(healthy, "strategies"))
@@ -72,6 +78,7 @@ def test_the_json_has_every_case(healthy: doctor.Diagnosis) -> None:
     written = json.loads(healthy.as_json())
     assert written["exit_code"] == 0
     assert written["longweave"] == lw.__version__
+    assert (written["argv"], written["hosts"], written["model"]) == (sys.argv, [platform.node()], "llama")
     ring = next(row for row in written["rows"] if (row["check"], row["row"]) == ("strategies", "ring"))
     assert ring["verdict"] == OK
     assert {"case", "value", "limit", "verdict", "seconds"} <= ring["cases"][0].keys()
@@ -214,6 +221,10 @@ def test_faults_are_found_where_they_are(ill: doctor.Diagnosis) -> None:
     }
     assert rows(ill, "convolution")["causal convolution"].verdict == FAIL
     assert rows(ill, "memory")["100 packs"].verdict == FAIL
+    assert (
+        "MiB more after 50 further packs (limit 6 MiB; memory of the process)"
+        in rows(ill, "memory")["100 packs"].figure
+    )
     assert rows(ill, "determinism")["attention"].verdict == FAIL
     assert rows(ill, "determinism")["gated delta rule"].verdict == OK
 
@@ -294,14 +305,14 @@ def test_the_command_says_that_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(show, "CHECKS", (PARTS["environment"], PARTS["collectives"]))
     file = tmp_path / "new" / "found.json"
     result = CliRunner().invoke(app, ["doctor", "--device", "cuda", "--ranks", "1", "--json", str(file)])
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == 3, result.output
     assert "no CUDA device here: checking the CPU, 1 rank" in result.output
     assert "CUDA was asked for and is absent" in result.output
     lines = [line.split() for line in result.output.splitlines()]
     assert ["absent", "environment:", "CUDA"] in [words[:3] for words in lines]
     assert ["ok", "collectives:", "reduce-scatter"] in [words[:3] for words in lines]
     written = json.loads(file.read_text())
-    assert written["exit_code"] == 2
+    assert written["exit_code"] == 3
     assert (written["asked_for"], written["device"]) == ("cuda", "cpu")
 
 
@@ -313,6 +324,14 @@ def test_the_command_refuses(args: list[str]) -> None:
     result = CliRunner().invoke(app, ["doctor", *args])
     assert result.exit_code == 2
     assert args[0].strip("-") in result.output
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file" / "found.json"):
+        result = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--json", str(place)], env={"COLUMNS": "400"})
+        assert result.exit_code == 2, result.output
+        assert "cannot be written" in result.output
 
 
 def test_a_table_on_a_terminal() -> None:
@@ -403,7 +422,9 @@ def test_times_on_a_gpu_are_taken_by_events(monkeypatch: pytest.MonkeyPatch) -> 
     site = Site(torch.device("cuda", 0), None, None, None, "llama", timedelta(seconds=1))
     assert speed.milliseconds(lambda: log.append("call"), site, 1) == 1.5
     assert log == ["call", "wait", "record", "call", "record", "synchronize"]
-    assert speed.workload(site).dtype == torch.bfloat16
+    sizes = "16384 tokens a rank in documents of 4096, 32:8 heads of 128, bfloat16, causal"
+    assert str(speed.workload(site)) == sizes
+    assert next(iter(speed.kernel_times(site))).note == next(iter(speed.strategy_times(site))).note == sizes
     assert site.dtypes == (torch.float32, torch.bfloat16)
 
 

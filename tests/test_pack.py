@@ -338,6 +338,56 @@ def test_arguments_of_odd_types_are_refused() -> None:
     assert torch.equal(lw.attention(q, q, q, pack, window=2**70), lw.attention(q, q, q, pack))
 
 
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("tritn", "'tritn'; softmax attention has auto, cpu_flash, .*; did you mean triton"),
+        ("fla", "'fla' belongs to linear mixers.*lw.gated_delta_rule"),
+        ("torch", "'torch' belongs to linear mixers"),
+        (None, "backend is None; softmax attention has"),
+    ],
+)
+def test_names_of_backends_are_checked_at_once(backend: object, message: str) -> None:
+    ids, x = torch.arange(9), torch.randn(9, 2, 4)
+    pack = lw.Pack([0, 5, 9])
+    with pytest.raises(lw.InputError, match=message):
+        lw.Pack([0, 5, 9], backend=backend)
+    with pytest.raises(lw.InputError, match=message):
+        lw.shard_batch(ids, [0, 5, 9], backend=backend)
+    if backend is not None:
+        with pytest.raises(lw.InputError, match=message):
+            lw.attention(x, x, x, pack, backend=backend)
+
+
+def one_misspelt_backend() -> str:
+    try:
+        lw.Pack([0, 5, 9], backend="tritn" if dist.get_rank() == 1 else "auto")
+    except (lw.InputError, lw.GroupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_a_misspelt_backend_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks.run(one_misspelt_backend, size=2)
+    assert first.startswith("GroupError")
+    assert "rank 1 of the group refused" in first
+    assert second.startswith("InputError: backend is 'tritn'")
+
+
+def test_a_backend_that_cannot_serve_names_those_that_can() -> None:
+    x = torch.randn(9, 2, 4)
+    with pytest.raises(lw.BackendError, match="tensors are on cpu; use 'auto' or 'cpu_flash' or 'reference'"):
+        lw.attention(x, x, x, lw.Pack([0, 9]), backend="flex")
+
+
+def test_cu_seqlens_of_floats_are_called_what_they_are() -> None:
+    for given, name in ((torch.tensor([0.0, 9.0]), "float32"), (torch.tensor([0, 9]).half(), "float16")):
+        with pytest.raises(lw.InputError, match=f"cu_seqlens holds {name}, not ints"):
+            lw.Pack(given)
+    with pytest.raises(lw.InputError, match="cu_seqlens holds floats, not ints"):
+        lw.Pack([0.0, 9.0])
+
+
 def test_kinds_of_calls_do_not_name_devices() -> None:
     """Ranks of one host hold cuda:0, cuda:1, …: that is no difference between their calls."""
     pack = lw.Pack([0, 5, 9])

@@ -19,7 +19,7 @@ ALLOWED = {
     "comm": {"errors", "tensors"},
     "kernels": {"errors", "tensors"},
     "tokens": BELOW_PACK - {"tokens"},
-    "core": BELOW_PACK,
+    "core": BELOW_PACK | {"kernels"},  # whose names a pack is given
     "pack": BELOW_PACK | {"core"},
     "documents": BELOW_PACK | {"core", "pack"},
     "softmax": OPERATORS,

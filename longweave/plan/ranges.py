@@ -96,11 +96,12 @@ def as_cu_seqlens(cu_seqlens: object) -> Ints:
     Takes a list, tuple, numpy array, or anything with `.tolist()` such as a torch tensor.
     """
     remedy = "give the document borders as increasing ints, such as [0, 137, 2178]"
+    given = cu_seqlens
     if not isinstance(cu_seqlens, np.ndarray | list | tuple):
         if not hasattr(cu_seqlens, "tolist"):
             raise InputError(f"cu_seqlens is a {type(cu_seqlens).__name__}; {remedy}")
         cu_seqlens = cu_seqlens.tolist()
-    cu = as_ints(cu_seqlens, "cu_seqlens", remedy)
+    cu = as_ints(cu_seqlens, "cu_seqlens", remedy, getattr(given, "dtype", None))
     if cu.ndim != 1 or not len(cu):
         raise InputError(f"cu_seqlens has shape {cu.shape}; {remedy}")
     if cu[0] != 0:
@@ -112,15 +113,20 @@ def as_cu_seqlens(cu_seqlens: object) -> Ints:
     return frozen(cu)
 
 
-def as_ints(values: object, name: str, remedy: str) -> Ints:
-    """An int64 array of what are really ints: floats and bools are refused, not rounded."""
+def as_ints(values: object, name: str, remedy: str, dtype: object = None) -> Ints:
+    """An int64 array of what are really ints: floats and bools are refused, not rounded.
+
+    dtype: of what the values were taken from, for the error's text; numpy calls every list of floats float64.
+    """
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError) as error:
         raise InputError(f"{name} is not made of ints ({error}); {remedy}") from error
     holds_bools = isinstance(values, list | tuple) and any(isinstance(value, bool | np.bool_) for value in values)
     if holds_bools or (array.dtype.kind not in "iu" and array.size):
-        raise InputError(f"{name} holds {'bools' if holds_bools else array.dtype}, not ints; {remedy}")
+        held = "floats" if isinstance(values, list | tuple | float) and array.dtype.kind == "f" else array.dtype
+        held = str(dtype or ("bools" if holds_bools else held)).removeprefix("torch.")
+        raise InputError(f"{name} holds {held}, not ints; {remedy}")
     return array.astype(np.int64)
 
 

@@ -65,6 +65,14 @@ class Plan:
         """Per rank tokens, mask area, tokens received and sent; imbalance; why this strategy. `print` it."""
         return _report(self)
 
+    @property
+    def details(self) -> str:
+        """What was decided for the strategy, in words."""
+        if self.strategy == "groupcast":
+            stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
+            return f"{stages}, {'received K/V kept' if self.keep_kv else 'K/V received again'} for backward"
+        return f"{self.ulysses_size} ranks exchange heads" if self.ulysses_size > 1 else ""
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.fingerprint == other.fingerprint
 
@@ -224,6 +232,7 @@ class Report:
     load_bound: int  # pairs that some rank must compute in any layout
     receive_bound: int  # tokens that some rank must receive in any layout (causal masks)
     bytes_if_gathered: int  # received by all ranks together if K/V were all-gathered or sent round a ring
+    details: str  # stages and the like
 
     @property
     def imbalance(self) -> float:
@@ -241,6 +250,7 @@ class Report:
         share = f"{100 * self.bytes_received / self.bytes_if_gathered:.1f} %" if self.bytes_if_gathered else "all"
         lines = [
             f"strategy {self.strategy} ({self.why})",
+            *([self.details] if self.details else []),
             f"{self.total_tokens} tokens, {self.total_area} pairs, imbalance {self.imbalance:.3f}",
             f"busiest rank {busiest} pairs, bound {self.load_bound}; "
             f"most received {most} tokens, bound {self.receive_bound}",
@@ -283,6 +293,7 @@ def _report(plan: Plan) -> Report:
         load_bound(plan.mask, plan.world_size),
         receive_bound(plan.mask, plan.world_size, max(plan.layout.counts) or None)[0],
         gathered,
+        plan.details,
     )
 
 

@@ -194,3 +194,14 @@ def test_report_counts_the_tasks_of_blocks() -> None:
     assert [r.kernel_tasks for r in make_plan(mask, layout, "ulysses").report().ranks] == [1, 1, 1, 1]
     assert [r.kernel_tasks for r in make_plan(mask, layout, "ring").report().ranks] == [4, 4, 4, 4]
     assert [r.kernel_tasks for r in make_plan(mask, layout, "allgather").report().ranks] == [2, 2, 2, 1]
+
+
+def test_a_report_says_how_group_cast_goes() -> None:
+    mask, layout = Mask.causal([0, 64]), Layout.zigzag([0, 64], 2)
+    for options, said in (
+        ({"stages": 1, "keep_kv": True}, "1 stage, received K/V kept for backward"),
+        ({"stages": 3, "keep_kv": False}, "3 stages, K/V received again for backward"),
+    ):
+        assert said in str(make_plan(mask, layout, "groupcast", **options).report()).splitlines()
+    assert "2 ranks exchange heads" in str(make_plan(mask, layout, "ulysses").report())
+    assert "stage" not in str(make_plan(mask, layout, "ring").report())

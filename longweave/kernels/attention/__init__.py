@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
@@ -24,6 +25,22 @@ from longweave.tensors import accumulation_dtype
 log = logging.getLogger("longweave.kernels")
 
 BACKENDS = ("cpu_flash", "flash_attn", "aten_flash", "triton", "flex", "reference")
+OF_LINEAR_MIXERS = ("torch", "fla", "recurrent")  # backends of other operators, `longweave.linear.engines`
+
+
+def check_backend(backend: object) -> None:
+    """Raise unless softmax attention has a backend of this name, or it is "auto"."""
+    names = ("auto", *BACKENDS)
+    if backend in names:
+        return
+    near = get_close_matches(backend, names, n=1) if isinstance(backend, str) else []
+    hint = f"; did you mean {near[0]}?" if near else ""
+    if backend in OF_LINEAR_MIXERS:
+        hint = (
+            f"; {backend!r} belongs to linear mixers, which choose by themselves or by backend= in their own call, "
+            f"such as lw.gated_delta_rule(…, backend={backend!r})"
+        )
+    raise InputError(f"backend is {backend!r}; softmax attention has {', '.join(names)}{hint}")
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
         "flex": lambda: flex.why_not(q, k, v),
         "reference": lambda: None,
     }
+    check_backend(backend)
     lists = None
     if backend == "auto":
         order = ("cpu_flash", *cuda_flash.order(), "triton", "flex", "reference")
@@ -119,10 +137,9 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
             # Softcaps and head dims that flash kernels would have to fill up go to the other altogether.
             odd = q.shape[-1] != v.shape[-1] or q.shape[-1] % 8
             backend, lists = ("triton", None) if odd or softcap is not None else (backend, "triton")
-    elif backend not in reasons:
-        raise InputError(f"backend is {backend!r}; choose one of auto, {', '.join(BACKENDS)}")
     elif reason := reasons[backend]():
-        raise BackendError(f"backend {backend!r} cannot serve this call: {reason}; choose another or 'auto'")
+        able = [repr(name) for name, why_not in reasons.items() if why_not() is None]
+        raise BackendError(f"backend {backend!r} cannot serve this call: {reason}; use 'auto' or {' or '.join(able)}")
     log.debug("attention backend %s for %s on %s, q %s", backend, q.dtype, q.device, tuple(q.shape))
     return Kernel(backend, scale, softcap, lists)
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import sys
 import threading
 import time
 import traceback
@@ -29,7 +31,7 @@ import torch.distributed as dist
 import longweave
 from longweave.launch import Ranks
 from longweave.tools.doctor import across, kernels, speed, whole
-from longweave.tools.doctor.checks import ABSENT, FAIL, OK, SKIPPED, Check, Outcome, merged, site_of
+from longweave.tools.doctor.checks import ABSENT, FAIL, NOT_HERE, OK, SKIPPED, Check, Outcome, merged, site_of
 
 CHECKS: tuple[Check, ...] = (
     Check("environment", "what is installed, and what each rank runs on", kernels.environment),
@@ -85,12 +87,12 @@ class Finding:
         """What there is to read: how many cases, the worst error and where, notes."""
         worst, several = self.worst, len(self.cases) > 1
         notes = [*dict.fromkeys(case.note for case in self.cases if case.verdict == self.verdict and case.note)]
-        if self.verdict in (ABSENT, SKIPPED):
-            return "; ".join(notes)
+        if self.verdict in (ABSENT, SKIPPED):  # where it does not run at all, nothing else matters
+            return "; ".join([note for note in notes if note.startswith(NOT_HERE)] or notes)
         if worst.value is None:
             parts = [worst.case if self.verdict == FAIL else "", *notes]
-        elif worst.unit:
-            parts = ["" if worst.unit == "ms" else f"{worst.value:.1f} {worst.unit}", *notes]
+        elif worst.unit:  # the note has it in words
+            parts = notes
         elif worst.value == 0:
             parts = ["exact", *notes]
         else:
@@ -114,6 +116,8 @@ class Diagnosis:
     device: str
     ranks: int
     asked_for: str  # "auto", "cuda" or "cpu"
+    model: str = ""  # the family that was asked for
+    hosts: tuple[str, ...] = ()  # that have ranks
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -131,10 +135,13 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0: all that could be checked is right. 1: something failed. 2: CUDA was asked for, and there is none."""
+        """0: all that could be checked is right. 1: something failed. 3: CUDA was asked for, and there is none.
+
+        (2 is what the command line has for arguments that it does not understand.)
+        """
         if self.failed or not self.findings:
             return 1
-        return 2 if (self.asked_for, self.device) == ("cuda", "cpu") else 0
+        return 3 if (self.asked_for, self.device) == ("cuda", "cpu") else 0
 
     def headline(self) -> str:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
@@ -148,7 +155,7 @@ class Diagnosis:
             (verdict, sum(f.verdict == verdict for f in self.findings)) for verdict in (OK, FAIL, SKIPPED, ABSENT)
         ]
         text = ", ".join(f"{count} {verdict}" for verdict, count in counts if count)
-        end = {0: "", 1: "", 2: "; CUDA was asked for and is absent: exit code 2"}[self.exit_code]
+        end = "; CUDA was asked for and is absent: exit code 3" if self.exit_code == 3 else ""
         return f"{text} in {self.seconds:.0f} s{end}"
 
     def as_json(self) -> str:
@@ -167,6 +174,9 @@ class Diagnosis:
         head: dict[str, Any] = {
             "longweave": longweave.__version__,
             "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "argv": sys.argv,
+            "hosts": self.hosts,
+            "model": self.model,
             "asked_for": self.asked_for,
             "device": self.device,
             "ranks": self.ranks,
@@ -214,6 +224,7 @@ class Party(Protocol):
 
     device: str
     size: int
+    hosts: tuple[str, ...]
 
     def outcomes(self, check: Check, family: str) -> list[Outcome]: ...
 
@@ -225,6 +236,7 @@ class LocalRanks:
 
     def __init__(self, asked_for: str, ranks: int | None) -> None:
         self._pool = Ranks(MOST_RANKS)
+        self.hosts: tuple[str, ...] = (platform.node(),)
         self.device, devices = "cpu", 0
         if asked_for != "cpu":
             try:
@@ -267,6 +279,9 @@ class JoinedRanks:
         devices: list[int] = [0] * self.size
         dist.all_gather_object(devices, 0 if asked_for == "cpu" else _count_devices())
         self.device = "cuda" if all(devices) else "cpu"
+        hosts: list[str] = [""] * self.size
+        dist.all_gather_object(hosts, platform.node())
+        self.hosts: tuple[str, ...] = tuple(dict.fromkeys(hosts))
         self._give_up = give_up
 
     def outcomes(self, check: Check, family: str) -> list[Outcome]:
@@ -309,7 +324,7 @@ def diagnose(
         or 2 on the CPU; under torchrun the ranks are those that are there.
     """
     started = time.perf_counter()
-    found = Diagnosis("cpu", 0, asked_for)
+    found = Diagnosis("cpu", 0, asked_for, family)
 
     def give_up(check: Check, outcomes: list[Outcome]) -> None:
         found.seconds = time.perf_counter() - started
@@ -318,7 +333,7 @@ def diagnose(
     joined = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     party: Party = JoinedRanks(asked_for, give_up) if joined else LocalRanks(asked_for, ranks)
     try:
-        found.device, found.ranks = party.device, party.size
+        found.device, found.ranks, found.hosts = party.device, party.size, party.hosts
         for check in checks:
             begin(found, check)
             new = found.add(check, party.outcomes(check, family))

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from longweave.errors import BackendError
 
+# Absent is what is not installed or does not run on this device: the row says which.
 OK, FAIL, ABSENT, SKIPPED = "ok", "FAIL", "absent", "skipped"
+NOT_HERE = "does not run on"  # begins the reason, before the name of the device
 
 # The worst error that is taken for rounding. A mask, a scale or a sum that is wrong is off by far more.
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -132,7 +134,8 @@ def attempt(site: Site, row: str, case: str, limit: float | None, measure: Calla
 def _why_absent(refusal: BackendError) -> str:
     """The reason alone: which backend it was says the row, and nobody is to choose another."""
     text = str(refusal)
-    return (text.partition(": ")[2] or text).removesuffix("; choose another or 'auto'")
+    reason = (text.partition(": ")[2] or text).partition("; use 'auto' or ")[0]
+    return reason.replace("tensors are on", NOT_HERE)
 
 
 def error_of(found: Tensor, wanted: Tensor, largest: Tensor | None = None) -> float:

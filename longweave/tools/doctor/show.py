@@ -39,7 +39,6 @@ def run_and_show(
             for finding in findings:
                 print(line(finding), flush=True)
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(diagnosis.as_json() + "\n")
 
     found = diagnose(asked_for, ranks, family, CHECKS, begin=begin, end=end)

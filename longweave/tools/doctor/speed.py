@@ -21,7 +21,7 @@ from longweave.comm.exchange import all_to_all_v, resolve
 from longweave.kernels.attention import BACKENDS, attend, attend_backward
 from longweave.kernels.attention.partial import QuerySide, Tasks
 from longweave.plan.schedule import STRATEGIES
-from longweave.tools.doctor.checks import Outcome, Site, SkipCase, attempt
+from longweave.tools.doctor.checks import Outcome, Site, SkipCase, attempt, short
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class Workload:
     dim: int
     dtype: torch.dtype
     rounds: int
+
+    def __str__(self) -> str:
+        heads = f"{self.heads[0]}:{self.heads[1]} heads of {self.dim}"
+        return f"{self.tokens} tokens a rank in documents of {self.document}, {heads}, {short(self.dtype)}, causal"
 
     def inputs(self, tokens: int, device: torch.device) -> list[Tensor]:
         """q, k, v and the gradient of out."""
@@ -80,6 +84,7 @@ def milliseconds(call: Callable[[], object], site: Site, rounds: int) -> float:
 
 def kernel_times(site: Site) -> Iterator[Outcome]:
     """Forward and backward of every backend that serves, on one rank's tokens."""
+    yield Outcome("sizes", "", note=str(workload(site)))
     for backend in BACKENDS:
         if backend != "reference":  # plain products: nobody trains with it
             yield attempt(site, backend, "", None, partial(_kernel_time, site, backend))
@@ -104,6 +109,7 @@ def _kernel_time(site: Site, backend: str) -> Outcome:
 
 def strategy_times(site: Site) -> Iterator[Outcome]:
     """Forward and backward of a layer by every strategy, all ranks together."""
+    yield Outcome("sizes", "", note=str(workload(site)))
     for strategy in STRATEGIES:
         yield attempt(site, strategy, "", None, partial(_strategy_time, site, strategy))
 
@@ -162,4 +168,6 @@ def _overlap(site: Site) -> Outcome:
     hidden = (sent + computed - both) / min(sent, computed)
     note = f"exchange {sent:.2f} ms, compute {computed:.2f} ms, together {both:.2f} ms: "
     note += f"{100 * max(0.0, min(1.0, hidden)):.0f} % of the shorter is hidden"
+    if site.device.type == "cpu":
+        note = f"not judged, ranks share the CPU: {note}"
     return Outcome("", "", value=both, unit="ms", note=note)

@@ -70,7 +70,8 @@ def _model_error(site: Site) -> Outcome:
     # One process on the same device: with CUDA, Hugging Face models are made of modules that run nowhere else.
     errors = _errors(model_pass(site, made, site.group), model_pass(site, made, site.alone_here))
     name = max(errors, key=lambda key: errors[key])
-    limit = 10 * LIMITS[torch.float32]  # two layers deep, both sides in float32
+    # Ten times that of one operator: both sides round in float32, through two layers and the loss, back and forth.
+    limit = 10 * LIMITS[torch.float32]
     verdict = OK if errors[name] <= limit else FAIL
     return Outcome("", "", verdict, errors[name], limit, note=f"{len(errors)} tensors, worst {name}")
 
@@ -148,7 +149,8 @@ def _growth(site: Site) -> Outcome:
         _steps(site, PACKS // 2)
         grown.append(_bytes_in_use(site) - before)
     mib, least = 2.0**20, max(min(grown), 0)
-    note = f"grown in {PACKS // 2} packs, {'as CUDA counts' if site.device.type == 'cuda' else 'of the process'}"
+    counted = "memory that torch has allocated on the GPU" if site.device.type == "cuda" else "memory of the process"
+    note = f"{least / mib:.1f} MiB more after {PACKS // 2} further packs (limit {ROOM / mib:.0f} MiB; {counted})"
     return Outcome("", "", OK if least <= ROOM else FAIL, least / mib, ROOM / mib, "MiB", note)
 
 
