@@ -158,13 +158,13 @@ def packs_that_stay(site: Site) -> list[Outcome]:
 
 
 def another_bit(site: Site) -> list[Outcome]:
-    true, calls = whole.attention_pass, []
+    true, calls = kernels.AttentionCase.solve, []
 
     def passed(case, full, pack):
         calls.append(1)
         return [x + 1e-6 * len(calls) for x in true(case, full, pack)]
 
-    with planted(whole, "attention_pass", passed):
+    with planted(kernels.AttentionCase, "solve", passed):
         return list(whole.determinism(site))
 
 

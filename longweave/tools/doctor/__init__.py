@@ -201,8 +201,10 @@ def examine(check: Check, device: str, family: str) -> list[Outcome]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries, on every rank, into the middle of the table
-            for outcome in check.run(site_of(device, family, check.limit)):
+            site = site_of(device, family, check.limit)
+            for outcome in check.run(site):
                 found.append(outcome)
+            site.leave()
     except Exception as error:
         found.append(_broken(f"{type(error).__name__}: {error}", traceback.format_exc()))
     return found

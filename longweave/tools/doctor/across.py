@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,7 +152,7 @@ def strategies(site: Site) -> Iterator[Outcome]:
     for dtype in site.dtypes:
         for name, case in MASKS.items():
             full = case.inputs(dtype, site.device)
-            wanted = case.reference(full)
+            wanted = case.reference(full, site.alone)
             for strategy, options in ways:
                 for layout in LAYOUTS:
                     row = " ".join([strategy, *(f"{key}={value}" for key, value in options.items())])
@@ -172,23 +171,10 @@ def attention_error(
 ) -> float:
     """Of this rank's tokens."""
     cu = case.mask.cu_seqlens.tolist()
-    ways: dict[str, Any] = {"mask": case.mask, "strategy": strategy, **options}
-    pack = lw.Pack(cu, site.group, layout_of(layout, cu, site.size), **ways)
-    found = attention_pass(case, full, pack)
-    own = own_tokens(pack)
-    error = worst_error(found[:5], [wanted[0], wanted[1].t(), *wanted[2:5]], own)
+    pack = case.pack(site.group, layout_of(layout, cu, site.size), strategy=strategy, **options)
+    found = case.solve(full, pack)
+    error = worst_error(found[:5], wanted[:5], own_tokens(pack))
     return max(error, error_of(summed(found[5], site), wanted[5])) if case.sinks else error
-
-
-def attention_pass(case: AttentionCase, full: list[Tensor], pack: lw.Pack) -> list[Tensor]:
-    """out, lse (tokens, heads), dq, dk, dv of this rank's tokens, and its part of dsinks."""
-    q, k, v, grad_out = (pack.shard(x) for x in full[:4])
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    sinks = full[4].detach().requires_grad_() if case.sinks else None
-    q, k, v = leaves
-    out, lse = lw.attention(q, k, v, pack, softcap=case.softcap, sinks=sinks, return_lse=True)
-    grads = torch.autograd.grad(out, leaves if sinks is None else [*leaves, sinks], grad_out)
-    return [out, lse, *grads]
 
 
 # -- linear attention ----------------------------------------------------------------------------------

@@ -63,6 +63,11 @@ class Site:
     family: str  # of the model that is checked
     timeout: timedelta  # of groups
 
+    def leave(self) -> None:
+        """When a check has come back. Communicators hold memory of the device."""
+        for group in (self.group, self.alone, self.alone_here):
+            dist.destroy_process_group(group)
+
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from longweave.kernels.attention import BACKENDS, attend, attend_backward, choose
-from longweave.kernels.attention.partial import QuerySide, Tasks, sinks_gradient
+import longweave as lw
+from longweave.kernels.attention import BACKENDS, choose
+from longweave.kernels.attention.partial import Tasks
 from longweave.plan.mask import Mask
 from longweave.tools.doctor.checks import ABSENT, LIMITS, SKIPPED, Outcome, Site, attempt, short, worst_error
 
@@ -87,18 +90,22 @@ class AttentionCase:
         tensors = [torch.randn(shape, generator=rng).to(dtype) for shape in shapes]
         return [x.to(device) for x in (*tensors, torch.randn(heads, generator=rng))]
 
-    def solve(self, inputs: list[Tensor], backend: str) -> list[Tensor]:
-        """out, lse, dq, dk, dv, dsinks of one pass."""
-        q, k, v, grad_out, sinks = inputs
-        tasks, given = Tasks(self.mask.rows), sinks if self.sinks else None
-        out, lse = attend(q, k, v, tasks, softcap=self.softcap, sinks=given, backend=backend)
-        queries = QuerySide(grad_out, q, out.to(q.dtype), lse)
-        grads = attend_backward(queries, k, v, tasks, softcap=self.softcap, backend=backend)
-        return [out, lse, *grads, *([sinks_gradient(sinks, queries)] if self.sinks else [])]
+    def pack(self, group: dist.ProcessGroup, layout: str | lw.Layout = "contiguous", **ways: Any) -> lw.Pack:
+        return lw.Pack(self.mask.cu_seqlens, group, layout, mask=self.mask, **ways)
 
-    def reference(self, inputs: list[Tensor]) -> list[Tensor]:
-        """In float64 on the CPU, by plain products."""
-        return self.solve([x.cpu().double() for x in inputs], "reference")
+    def solve(self, inputs: list[Tensor], pack: lw.Pack, backend: str = "auto") -> list[Tensor]:
+        """out, lse, dq, dk, dv of this rank's tokens, and its part of dsinks, as users get them."""
+        q, k, v = (pack.shard(x).detach().requires_grad_() for x in inputs[:3])
+        sinks = inputs[4].detach().requires_grad_() if self.sinks else None
+        out, lse = lw.attention(
+            q, k, v, pack, softcap=self.softcap, sinks=sinks, return_lse=True, backend=backend
+        )  # fmt: skip
+        leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+        return [out, lse, *torch.autograd.grad(out, leaves, pack.shard(inputs[3]))]
+
+    def reference(self, inputs: list[Tensor], alone: dist.ProcessGroup) -> list[Tensor]:
+        """In float64 on the CPU, by plain products, in one process."""
+        return self.solve([x.cpu().double() for x in inputs], self.pack(alone), "reference")
 
 
 _RAGGED = [0, 5, 6, 90, 90, 301]
@@ -133,7 +140,7 @@ def attention_backends(site: Site) -> Iterator[Outcome]:
 def _against_reference(site: Site, case: AttentionCase, dtype: torch.dtype, backend: str) -> Callable[[], float]:
     def measure() -> float:
         inputs = case.inputs(dtype, site.device)
-        return worst_error(case.solve(inputs, backend), case.reference(inputs))
+        return worst_error(case.solve(inputs, case.pack(site.alone_here), backend), case.reference(inputs, site.alone))
 
     return measure
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import longweave as lw
 from longweave.core import METHODS
 from longweave.plan.schedule import STRATEGIES
-from longweave.tools.doctor.across import CU, MASKS, MIXERS, attention_pass
+from longweave.tools.doctor.across import CU, MASKS, MIXERS
 from longweave.tools.doctor.checks import FAIL, LIMITS, OK, Outcome, Site, SkipCase, attempt, error_of
 from longweave.tools.train.workload import VOCABULARY, build_model
 
@@ -99,7 +99,7 @@ def determinism(site: Site) -> Iterator[Outcome]:
         for strategy in STRATEGIES:
 
             def attention(strategy: str = strategy) -> list[Tensor]:
-                return attention_pass(case, full, lw.Pack(CU, site.group, mask=case.mask, strategy=strategy))
+                return case.solve(full, case.pack(site.group, "auto", strategy=strategy))
 
             yield attempt(site, "attention", strategy, 0.0, lambda run=attention: _unequal(run(), run()))  # type: ignore[misc]
         mixer = MIXERS["gated delta rule"]
