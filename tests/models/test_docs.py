@@ -24,6 +24,7 @@ RECIPES = {
         r"<!-- test: ([\w ]+), (\d) ranks -->\n```python\n(.*?)```", PAGE.read_text(), re.S
     )
 }
+TWO_ROWS = ("fsdp2", "gpus")  # data-parallel ones
 CU = [0, 13, 14, 31, 40]
 
 
@@ -63,7 +64,7 @@ def plain_steps() -> Iterator[None]:
 
 def recipe(name: str) -> tuple[list[float], dict[str, Tensor]]:
     size, code = RECIPES[name]
-    replica = dist.get_rank() // (size // 2) if name == "fsdp2" else 0
+    replica = dist.get_rank() // (size // 2) if name in TWO_ROWS else 0
     names = {"config": config(), "loader": batches(replica), "groups": prompts(), "__name__": "recipe"}
     with plain_steps():
         exec(compile(code, str(PAGE), "exec"), names)
@@ -120,9 +121,9 @@ def compare(ranks: Ranks, name: str, want: tuple[list[float], dict[str, Tensor]]
             assert worst(value - start[key], moved) < 1e-4, key
 
 
-@pytest.mark.parametrize("name", ["hugging face", "fsdp2", "ddp", "accumulation"])
+@pytest.mark.parametrize("name", ["hugging face", "fsdp2", "gpus", "ddp", "accumulation"])
 def test_training_recipes(ranks: Ranks, name: str) -> None:
-    replicas, accumulate = 2 if name == "fsdp2" else 1, name == "accumulation"
+    replicas, accumulate = 2 if name in TWO_ROWS else 1, name == "accumulation"
     steps = list(zip(*(batches(r) for r in range(replicas)), strict=True))
     valid = VALID * (len(steps) if accumulate else replicas)
 
@@ -183,6 +184,6 @@ def test_a_model_of_your_own(ranks: Ranks) -> None:
 
 
 def test_every_recipe_is_tested() -> None:
-    tested = ["accumulation", "ddp", "fsdp2", "hugging face", "logprobs", "own model", "shared prefix"]
+    tested = ["accumulation", "ddp", "fsdp2", "gpus", "hugging face", "logprobs", "own model", "shared prefix"]
     assert sorted(RECIPES) == tested
     assert PAGE.read_text().count("```python") == len(RECIPES)
