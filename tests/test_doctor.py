@@ -153,7 +153,7 @@ def gathered_with_another_sign(site: Site) -> list[Outcome]:
 
 def packs_that_stay(site: Site) -> list[Outcome]:
     kept = []
-    with planted(whole, "_step", lambda site, number: kept.append(torch.ones(1 << 16))):  # 256 KiB each
+    with planted(whole, "_step", lambda site, number: kept.append(torch.ones(1 << 19))):  # 2 MiB each
         return list(whole.memory(site))
 
 
