@@ -105,7 +105,7 @@ def many_steps(first: int, last: int) -> dict[str, tuple[object, object]]:
 
 
 def test_a_new_pack_every_step_leaves_nothing(ranks: Ranks) -> None:
-    first, last = (200, 3000) if FULL else (30, 150)
+    first, last = (200, 3000) if FULL else (30, 100)
     for found in ranks.run(many_steps, first, last, size=2, timeout=1200):
         before, after = found["objects"]
         assert after == before, "of what a pack holds"

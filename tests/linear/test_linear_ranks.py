@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 
+import plain_transformers  # noqa: F401 - before models are made
 import pytest
 import torch
 import torch.distributed as dist

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import plain_transformers  # noqa: F401 - before models are made
 import pytest
 import torch
 import torch.distributed as dist

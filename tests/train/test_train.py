@@ -29,10 +29,10 @@ def run(ranks: Ranks, config: TrainConfig, size: int) -> list[Metrics]:
     return ranks.run(train_and_show, config, False, size=size, timeout=300)[0]
 
 
-def test_fifty_steps_give_the_same_losses_at_any_cp_size(ranks: Ranks) -> None:
-    config = replace(TINY, steps=50)
+def test_the_losses_are_the_same_at_any_cp_size(ranks: Ranks) -> None:
+    config = replace(TINY, steps=50 if os.environ.get("LONGWEAVE_FULL") else 20)
     one = losses(run(ranks, config, 1))
-    assert one[-1] < one[0] - 1.0, "it learns"
+    assert one[-1] < one[0] - 0.5, "it learns"
     for size in (2, 3):
         assert np.abs(losses(run(ranks, config, size)) - one).max() < 1e-4
 
