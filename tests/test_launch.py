@@ -102,7 +102,8 @@ def test_a_hanging_rank_is_named_with_its_stack(ranks: Ranks) -> None:
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
 sys.path.insert(0, {tests!r})
 from longweave.launch import Ranks
 from test_launch import pid, sleep_on
