@@ -252,7 +252,7 @@ def sums(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", WORLDS if FULL else [2, 3, 8])
+@pytest.mark.parametrize("world", WORLDS if FULL else [2, 3])
 def test_sums_and_means_of_documents(ranks: Ranks, world: int, layout: str) -> None:
     ranks.run(sums, layout, size=world)
 
