@@ -1,5 +1,10 @@
 """The errors that users see. Each says what failed, the value that was seen and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
 
 class LongweaveError(Exception):
     """Base of every error that longweave raises on purpose."""
@@ -15,3 +20,9 @@ class GroupError(LongweaveError, RuntimeError):
 
 class BackendError(LongweaveError, RuntimeError):
     """A kernel that was asked for by name cannot serve this call."""
+
+
+def did_you_mean(given: object, names: Sequence[str]) -> str:
+    """What to add to an error about a name that is not one of `names`: the one that is near, if there is one."""
+    near = get_close_matches(given, names, n=1) if isinstance(given, str) else []
+    return f"; did you mean {near[0]}?" if near else ""

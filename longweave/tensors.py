@@ -34,6 +34,16 @@ def kind_of(x: object, *, per_token: bool = True) -> tuple[object, ...]:
     return x.dtype, tuple(x.shape[1:] if per_token else x.shape)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x with a last stride of 1 and rows that loads of 16 bytes can begin at: itself if it is so, else a copy.
+
+    A contiguous x is copied, too, if it begins at an odd place, or says odd strides of dimensions of size 1.
+    """
+    steps = *x.stride()[:-1], x.storage_offset()
+    fits = x.stride(-1) == 1 and all(step * x.element_size() % 16 == 0 for step in steps)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
 def faking() -> bool:
     """Is every new tensor a fake one, as under FakeTensorMode? Such a tensor must not be kept for a later real run."""
     return type(torch.empty(0)) is not Tensor

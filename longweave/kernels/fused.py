@@ -13,14 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longweave.kernels.triton_launch import in_units, launch, unit_rows, why_not
+from longweave.kernels.triton_launch import in_units, launch, power_of_two, unit_rows
 
 TILE = 4096  # numbers that a program holds of each tensor
-
-
-def serves(x: Tensor) -> bool:
-    """Is x where these kernels run?"""
-    return why_not(x) is None
 
 
 def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -76,7 +71,7 @@ def add_rows(total: Tensor, rows: Tensor, index: Tensor, offsets: Tensor) -> Non
         return
     flat_total, flat_rows = total.view(len(total), -1), rows.view(len(rows), -1)
     width = flat_total.shape[1]
-    block = min(_power_of_two(width), 1024)
+    block = min(power_of_two(width), 1024)
     grid = len(total), -(-width // block)
     strides = flat_total.stride(0), flat_rows.stride(0)
     launch(
@@ -95,11 +90,6 @@ def add_rows(total: Tensor, rows: Tensor, index: Tensor, offsets: Tensor) -> Non
 
 def _tiles(tokens: int, heads: int, dim: int) -> tuple[tuple[int, int], dict[str, int]]:
     """A program takes some tokens of one head."""
-    padded = _power_of_two(dim)
+    padded = power_of_two(dim)
     block = max(1, TILE // padded)
     return (-(-tokens // block), heads), {"DIM": dim, "PADDED": padded, "BLOCK": block}
-
-
-def _power_of_two(n: int) -> int:
-    """The next one, n itself included."""
-    return 1 << (n - 1).bit_length()

@@ -43,6 +43,11 @@ def why_not(x: Tensor) -> str | None:
     return None if INTERPRETED or faking() else _failure()
 
 
+def serves(x: Tensor) -> bool:
+    """Is x where the package's own kernels run?"""
+    return why_not(x) is None
+
+
 @lru_cache(maxsize=1)  # a constant of the process
 def _failure() -> str | None:
     """What the first launch of a kernel raises. Triton builds its launchers when they are needed, with a C compiler.
@@ -88,6 +93,11 @@ def in_units(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
     strides = [stride for x in tensors for stride in x.stride()[:2]]
     unit = 1 if any(stride % 8 for stride in strides) else 8
     return unit, tuple(stride // unit for stride in strides)
+
+
+def power_of_two(n: int) -> int:
+    """The next one, n itself included: the sizes that tiles can have."""
+    return 1 << (n - 1).bit_length()
 
 
 def unit_rows(x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ documents, mask, layout, …   ──▶ Pack ──────────┘ 
 from __future__ import annotations
 
 import warnings
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from longweave.comm.agreement import Fact
 from longweave.comm.exchange import Comm, Group, all_reduce_sum
 from longweave.core import PackCore, agreed_core
-from longweave.errors import InputError
+from longweave.errors import InputError, did_you_mean
 from longweave.models.loss import GatherSame, chunked_sum, nll, weighted_sum
 from longweave.models.packing import PackedTokens, pack_tokens, unshift
 from longweave.models.running import KEY, model_tokens, with_placeholder
@@ -304,8 +303,5 @@ def _check_names(options: dict[str, int]) -> None:
     arguments = [*shard_batch.__annotations__, *known]
     for name in options:
         if name not in known:
-            close = get_close_matches(name, arguments, 1)
-            hint = (
-                f"did you mean {close[0]}?" if close else f"options of attention are {', '.join(dict.fromkeys(known))}"
-            )
-            raise InputError(f"shard_batch has no argument {name!r}; {hint}")
+            hint = did_you_mean(name, arguments) or f"; options of attention are {', '.join(dict.fromkeys(known))}"
+            raise InputError(f"shard_batch has no argument {name!r}{hint}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from hashlib import blake2b
 
-from longweave.errors import InputError
+from longweave.errors import InputError, did_you_mean
 from longweave.plan.cost import Machine, Shape, areas, cost, estimates, load_bound, receive_bound, stages_for, traffic
 from longweave.plan.heads import head_groups, split_heads
 from longweave.plan.layout import Layout
@@ -166,8 +165,7 @@ def check_options(strategy: str, options: Mapping[str, object]) -> dict[str, int
     found: dict[str, int] = {}
     for name, value in options.items():
         if name not in every:
-            near = get_close_matches(name, [*every, "strategy", "method", "backend", "layout", "mask", "window"], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, [*every, "strategy", "method", "backend", "layout", "mask", "window"])
             raise InputError(f"there is no option {name!r}; attention across ranks has {', '.join(every)}{hint}")
         if name not in taken:
             owners = " and ".join(owner for owner, names in OPTIONS.items() if name in names)

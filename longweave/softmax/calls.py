@@ -22,7 +22,7 @@ from longweave.softmax.allgather import AllGatherStrategy
 from longweave.softmax.groupcast import GroupCastStrategy
 from longweave.softmax.ring import RingStrategy
 from longweave.softmax.strategy import Result, Strategy
-from longweave.tensors import kind_of
+from longweave.tensors import aligned, kind_of
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "groupcast": GroupCastStrategy,
@@ -93,7 +93,7 @@ def forward(
     core.plans[planned.plan] = core.plans.get(planned.plan, 0) + 1
     kernel = call.kernel(core, q, k, v)
     with torch.autocast(q.device.type, enabled=False):  # dtypes were decided before
-        result = planned.strategy.forward(kernel, _by_token(q), _by_token(k), _by_token(v), sinks, return_lse)
+        result = planned.strategy.forward(kernel, aligned(q), aligned(k), aligned(v), sinks, return_lse)
     lse = None
     if return_lse and result.lse is not None:
         lse = result.lse.t().clone(memory_format=torch.contiguous_format)
@@ -120,21 +120,12 @@ def backward(
     dims = ((heads, dim), (kv_heads, dim), (kv_heads, v_dim))
     kernel = call.kernel(core, *(kept.new_empty((0, *pair)) for pair in dims))
     with torch.autocast(grad_out.device.type, enabled=False):
-        needed = [_by_token(x) for x in inputs] if strategy.needs_inputs else []
-        grads = strategy.backward(kernel, _by_token(grad_out), needed, kept, lse, sinks)
+        needed = [aligned(x) for x in inputs] if strategy.needs_inputs else []
+        grads = strategy.backward(kernel, aligned(grad_out), needed, kept, lse, sinks)
     # Always copies: dk and dv may be views of one buffer, which an operator must not return.
     dq, dk, dv = (kept.new_empty((tokens, *pair)).copy_(grad) for grad, pair in zip(grads[:3], dims, strict=True))
     dsinks = kept.new_empty(0) if sinks is None or grads[3] is None else grads[3].to(sinks.dtype)
     return dq, dk, dv, dsinks
-
-
-def _by_token(x: Tensor) -> Tensor:
-    """x as kernels read it: the numbers of a head side by side, and rows that begin where vectors may be loaded."""
-    aligned = all(step * x.element_size() % 16 == 0 for step in (*x.stride()[:-1], x.storage_offset()))
-    if x.stride(-1) == 1 and aligned:
-        return x
-    x = x.contiguous()  # which leaves a contiguous x where it is, wherever that begins
-    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
 def _read(options: str) -> dict[str, int]:

@@ -25,6 +25,7 @@ from longweave.comm.exchange import Comm, Pending, all_to_all_v
 from longweave.kernels import fused
 from longweave.kernels.attention import Kernel, zeros_like_sum
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks, sinks_gradient
+from longweave.kernels.triton_launch import serves
 from longweave.plan.schedule import Plan
 from longweave.plan.tasks import CastStage, GroupCast
 from longweave.softmax.strategy import Grads, Result, room_for, split, take, zeros_for
@@ -105,7 +106,7 @@ class Stage:
     def add_home(self, pending: Pending[Tensor], total: Tensor) -> None:
         """Add what has come back to the gradients of my tokens, rank after rank: the same bits every run."""
         rows, (index, by_token, offsets) = pending.wait(), self.sent.on(total.device)
-        if fused.serves(total):
+        if serves(total):
             fused.add_rows(total, rows, by_token, offsets)
             return
         splits = list(self.send_splits)

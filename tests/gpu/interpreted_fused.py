@@ -5,7 +5,7 @@ import torch
 from reference import worst
 from torch import Tensor
 
-from longweave.kernels import fused
+from longweave.kernels import fused, triton_launch
 from longweave.kernels.attention.partial import Partial, QuerySide
 from longweave.kernels.triton_launch import INTERPRETED
 
@@ -124,6 +124,6 @@ def test_nothing_to_do() -> None:
 
 
 def test_who_is_served() -> None:
-    assert fused.serves(torch.zeros(1))
-    assert fused.serves(torch.zeros(1).half())
-    assert not fused.serves(torch.zeros(1).double())
+    assert triton_launch.serves(torch.zeros(1))
+    assert triton_launch.serves(torch.zeros(1).half())
+    assert not triton_launch.serves(torch.zeros(1).double())

@@ -14,7 +14,7 @@ from ahead_of_time import Compiled, Launch, catch, compile_for
 
 import longweave as lw
 from longweave.kernels import fused, triton_launch
-from longweave.kernels.attention import spans
+from longweave.kernels.attention import partial, spans
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks
 
 pytestmark = pytest.mark.usefixtures("triton_installed")
@@ -46,7 +46,7 @@ def launches_of(
     """What a forward and a backward of a small problem would start on such a GPU."""
     monkeypatch.setattr(triton_launch, "capability", lambda device: capability)
     caught, delta = catch(monkeypatch, spans), catch(monkeypatch, fused)
-    monkeypatch.setattr(fused, "serves", lambda x: True)
+    monkeypatch.setattr(partial, "serves", lambda x: True)
     tokens, heads, kv_heads = 100, 8, 2
     dim, v_dim = dims
     q, kv = torch.zeros(tokens, heads, dim, dtype=dtype), torch.zeros(tokens, kv_heads, dim + v_dim, dtype=dtype)

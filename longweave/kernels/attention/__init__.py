@@ -12,12 +12,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
-from longweave.errors import BackendError, InputError
+from longweave.errors import BackendError, InputError, did_you_mean
 from longweave.kernels.attention import cpu_flash, cuda_flash, flex, reference, spans
 from longweave.kernels.attention.partial import Partial, QuerySide, Tasks
 from longweave.tensors import accumulation_dtype
@@ -33,8 +32,7 @@ def check_backend(backend: object) -> None:
     names = ("auto", *BACKENDS)
     if backend in names:
         return
-    near = get_close_matches(backend, names, n=1) if isinstance(backend, str) else []
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(backend, names)
     if backend in OF_LINEAR_MIXERS:
         hint = (
             f"; {backend!r} belongs to linear mixers, which choose by themselves or by backend= in their own call, "
@@ -80,7 +78,7 @@ class Kernel:
 
     def serving(self, tasks: Tasks) -> str:
         """The backend that these tasks go to."""
-        if self.lists is None or tasks.compiled(cuda_flash.suits()):
+        if self.lists is None or cuda_flash.suits(tasks):
             return self.backend
         return self.lists
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longweave.kernels.attention.partial import Partial, QuerySide, TaskRows, Tasks
+from longweave.kernels.attention.partial import Partial, QuerySide, Tasks
 from longweave.kernels.attention.waves import Wave, compile_waves
+from longweave.tensors import aligned
 
 # -- who serves ----------------------------------------------------------------------------------------
 
@@ -109,8 +110,8 @@ def _flash_attn() -> tuple[Any, str | None]:
     return module, None
 
 
-def suits() -> Callable[[TaskRows], bool]:
-    """Tells of a list of tasks, by `Tasks.compiled`, whether these kernels beat one that walks the list.
+def suits(tasks: Tasks) -> bool:
+    """Do these kernels beat one that walks the list of tasks? They need large causal or full calls, and few of them.
 
     They hand back a partial per wave, and merging it moves 10·D bytes for each query and head (out read in 16 bits, and
     read and written in 32), where the other keeps it in registers; backward likewise. What they win depends on the
@@ -118,20 +119,11 @@ def suits() -> Callable[[TaskRows], bool]:
     rates were measured: at 600 against 400 TFLOP/s and 3.3 TB/s, 4·D operations for each pair and head make up for a
     merge at 900 pairs a query. For windows no gain is known.
     """
-    return is_large if _activated() is None else is_large_in_parts
-
-
-def is_large(rows: TaskRows) -> bool:
-    """One causal or full call with much to do for each query."""
-    return len(compile_waves(rows)) == 1 and is_large_in_parts(rows)
-
-
-def is_large_in_parts(rows: TaskRows) -> bool:
-    """A few such calls. Merges, and more so the sums of backward, count for each of them: so ask for more."""
-    waves = compile_waves(rows)
-    if len(waves) > 4 or any(wave.window not in ((-1, -1), (-1, 0)) for wave in waves):
+    waves = tasks.compiled(compile_waves)
+    most = 1 if _activated() is None else 4
+    if len(waves) > most or any(wave.window not in ((-1, -1), (-1, 0)) for wave in waves):
         return False
-    enough = 1024 if len(waves) == 1 else 4096
+    enough = 1024 if len(waves) == 1 else 4096  # the sums of backward, too, are made for each of several
     return sum(wave.area for wave in waves) >= enough * sum(wave.q[1] - wave.q[0] for wave in waves)
 
 
@@ -187,17 +179,12 @@ def _fitted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """One head dim for all, a multiple of 8, and rows that loads of 16 bytes can begin at: copies only where needed."""
     dim = _even(max(x.shape[-1] for x in tensors))
     return tuple(
-        _aligned(torch.nn.functional.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x) for x in tensors
+        aligned(torch.nn.functional.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x) for x in tensors
     )
 
 
 def _even(dim: int) -> int:
     return -(-dim // 8) * 8
-
-
-def _aligned(x: Tensor) -> Tensor:
-    fits = x.stride(2) == 1 and x.stride(0) % 8 == x.stride(1) % 8 == x.storage_offset() % 8 == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)  # also where x is contiguous, but begins oddly
 
 
 # -- calls ---------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from longweave.kernels import fused
+from longweave.kernels.triton_launch import serves
 from longweave.tensors import accumulation_dtype
 
 NO_LIMIT = 1 << 40
@@ -97,7 +98,7 @@ class Partial:
     def add(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
         """Merge a partial of the queries q0 … q1. One that saw nothing in it has lse = ±∞ there, and out = 0."""
         mine, total = self.out[q0:q1], self.lse[:, q0:q1]
-        if fused.serves(mine):
+        if serves(mine):
             fused.merge(mine, total, out, lse)
             return
         lse = lse.to(total.dtype)
@@ -115,7 +116,7 @@ class Partial:
 
     def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`out` in `dtype`. Sinks are one more key per head with the given logit and the value 0: lse gains them."""
-        if fused.serves(self.out):
+        if serves(self.out):
             return fused.finish(self.out, self.lse, sinks, dtype)
         if sinks is not None:
             sink = sinks.to(self.lse.dtype)[:, None]
@@ -142,7 +143,7 @@ class QuerySide:
     @cached_property
     def delta(self) -> Tensor:
         """⟨grad_out, out⟩ of every query (heads, queries), in the dtype of lse."""
-        if fused.serves(self.out):
+        if serves(self.out):
             return fused.delta(self.grad_out, self.out)
         dtype = self.lse.dtype
         return (self.grad_out.to(dtype) * self.out.to(dtype)).sum(-1).t().contiguous()

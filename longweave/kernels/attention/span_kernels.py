@@ -45,6 +45,24 @@ def _tile(x, start, token_stride, rows, dims, DIM: tl.constexpr, inside, MASKED:
 
 
 @triton.jit
+def _add(x, start, token_stride, rows, dims, DIM: tl.constexpr, inside, more):
+    """Add a tile to the rows start + `rows` of x that are `inside`."""
+    at = x + tl.cast(start, tl.int64) * token_stride + (rows[:, None] * token_stride + dims[None, :])
+    mask = inside[:, None] & (dims < DIM)[None, :]
+    tl.store(at, tl.load(at, mask=mask, other=0.0) + more, mask=mask)
+
+
+@triton.jit
+def _own(lists, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """What this program owns: its entry in the lists, its head, where its block starts, rows of it, rows of all."""
+    program = lists + tl.program_id(0) // HEADS * 5
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
+    start = tl.load(program)
+    own = tl.arange(0, BLOCK)
+    return program, head, start, own, start + own
+
+
+@triton.jit
 def _dot(a, b):
     """In float32. Tensor cores would round float32 inputs to 10 bits unless told not to."""
     return tl.dot(a, b, input_precision="ieee")
@@ -79,6 +97,12 @@ def _intervals(lists, edge, own):
     return first, last
 
 
+@triton.jit
+def _seen(x, others, first, last):
+    """Logits x (own, others) of what each own row sees, −∞ elsewhere."""
+    return tl.where((others[None, :] >= first[:, None]) & (others[None, :] <= last[:, None]), x, -INFINITY)
+
+
 # -- forward -------------------------------------------------------------------------------------------
 
 
@@ -97,7 +121,7 @@ def _forward_steps(
         k_tile = _tile(k, at, k_token, step, d, D, keys < stop, MASKED)
         x, _ = _capped(_dot(q, tl.trans(k_tile)), inner, outer, CAPPED)
         if MASKED:
-            x = tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None]), x, -INFINITY)
+            x = _seen(x, keys, first, last)
         new = tl.maximum(top, tl.max(x, 1))
         safe = new
         if MASKED:  # a row may have seen nothing so far
@@ -124,11 +148,7 @@ def forward_kernel(
     k_token, k_head = k_token * UNIT, k_head * UNIT
     v_token, v_head = v_token * UNIT, v_head * UNIT
     out_token, out_head = out_token * UNIT, out_head * UNIT
-    program = lists + tl.program_id(0) // HEADS * 5
-    head = (tl.program_id(0) % HEADS).to(tl.int64)
-    block_start = tl.load(program)
-    own = tl.arange(0, BLOCK)
-    rows = block_start + own
+    program, head, block_start, own, rows = _own(lists, HEADS, BLOCK)
     inside = rows < queries
     d = tl.arange(0, D_PADDED)
     dv = tl.arange(0, DV_PADDED)
@@ -191,7 +211,7 @@ def _dq_steps(
         v_tile = _tile(v, at, v_token, step, dv, DV, keys < stop, MASKED)
         x, slope = _capped(_dot(q, tl.trans(k_tile)), inner, outer, CAPPED)
         if MASKED:
-            x = tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None]), x, -INFINITY)
+            x = _seen(x, keys, first, last)
         p = tl.exp2(x - lse[:, None])
         ds = p * (_dot(grad, tl.trans(v_tile)) - delta[:, None]) * slope
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
@@ -211,11 +231,7 @@ def dq_kernel(
     k_token, k_head = k_token * UNIT, k_head * UNIT
     v_token, v_head = v_token * UNIT, v_head * UNIT
     grad_token, grad_head = grad_token * UNIT, grad_head * UNIT
-    program = lists + tl.program_id(0) // HEADS * 5
-    head = (tl.program_id(0) % HEADS).to(tl.int64)
-    block_start = tl.load(program)
-    own = tl.arange(0, BLOCK)
-    rows = block_start + own
+    program, head, block_start, own, rows = _own(lists, HEADS, BLOCK)
     inside = rows < queries
     d = tl.arange(0, D_PADDED)
     dv = tl.arange(0, DV_PADDED)
@@ -245,9 +261,7 @@ def dq_kernel(
             D, DV, STEP, CAPPED, True,
         )  # fmt: skip
 
-    at = dq + head * dq_head + tl.cast(block_start, tl.int64) * dq_token + (own[:, None] * dq_token + d[None, :])
-    mask = inside[:, None] & (d < D)[None, :]
-    tl.store(at, tl.load(at, mask=mask, other=0.0) + acc * scale, mask=mask)
+    _add(dq + head * dq_head, block_start, dq_token, own, d, D, inside, acc * scale)
 
 
 @triton.jit
@@ -272,7 +286,7 @@ def _dkv_steps(
         x, slope = _capped(_dot(k, tl.trans(q_tile)), inner, outer, CAPPED)
         if MASKED:
             row_lse = tl.where(row_lse == -INFINITY, INFINITY, row_lse)
-            x = tl.where((rows[None, :] >= first[:, None]) & (rows[None, :] <= last[:, None]), x, -INFINITY)
+            x = _seen(x, rows, first, last)
         p = tl.exp2(x - row_lse[None, :])
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
         ds = p * (_dot(v, tl.trans(grad)) - row_delta[None, :]) * slope
@@ -296,16 +310,12 @@ def dkv_kernel(
     k_token, k_head = k_token * UNIT, k_head * UNIT
     v_token, v_head = v_token * UNIT, v_head * UNIT
     grad_token, grad_head = grad_token * UNIT, grad_head * UNIT
-    program = lists + tl.program_id(0) // HEADS * 5
-    head = (tl.program_id(0) % HEADS).to(tl.int64)
-    block_start = tl.load(program)
+    program, head, block_start, own, rows = _own(lists, HEADS, BLOCK)
+    inside = rows < keys
     full_begin = tl.load(program + 1)
     full_end = tl.load(program + 2)
     edge_begin = tl.load(program + 3)
     edge_end = tl.load(program + 4)
-    own = tl.arange(0, BLOCK)
-    rows = block_start + own
-    inside = rows < keys
     d = tl.arange(0, D_PADDED)
     dv_columns = tl.arange(0, DV_PADDED)
     k_tile = _tile(k + head * k_head, block_start, k_token, own, d, D, inside, True)
@@ -333,10 +343,5 @@ def dkv_kernel(
                 D, DV, STEP, CAPPED, True,
             )  # fmt: skip
 
-    k_at = dk + head * dk_head + tl.cast(block_start, tl.int64) * dk_token + (own[:, None] * dk_token + d[None, :])
-    k_mask = inside[:, None] & (d < D)[None, :]
-    tl.store(k_at, tl.load(k_at, mask=k_mask, other=0.0) + acc_k * scale, mask=k_mask)
-    v_at = dv + head * dv_head + tl.cast(block_start, tl.int64) * dv_token
-    v_at += own[:, None] * dv_token + dv_columns[None, :]
-    v_mask = inside[:, None] & (dv_columns < DV)[None, :]
-    tl.store(v_at, tl.load(v_at, mask=v_mask, other=0.0) + acc_v, mask=v_mask)
+    _add(dk + head * dk_head, block_start, dk_token, own, d, D, inside, acc_k * scale)
+    _add(dv + head * dv_head, block_start, dv_token, own, dv_columns, DV, inside, acc_v)

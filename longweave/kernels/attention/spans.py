@@ -6,8 +6,8 @@
 
 Any mask, softcap, grouped heads, head dims up to 256 that need not be equal. Nothing is gathered, padded or copied, and
 nothing is added in an order that could change: the same input gives the same bits. Short documents may share a tile, so
-that an infinite value in one makes its neighbours NaN, too. The lists that programs walk over
-are made once for each list of tasks (`span_lists`); the kernels are in `span_kernels`.
+that an infinite value in one makes its neighbours NaN, too. The lists that programs walk over are made once for each
+list of tasks (`span_lists`); the kernels are in `span_kernels`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def tiles_for(kernel: str, dim: int, v_dim: int, dtype: torch.dtype, capability:
 
 
 def padded(dim: int) -> int:
-    """The next power of two: what tiles can have. Tensor cores want at least 16."""
-    return max(16, 1 << (dim - 1).bit_length())
+    """What tiles can have. Tensor cores want at least 16."""
+    return max(16, triton_launch.power_of_two(dim))
 
 
 def forward(

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from longweave.errors import InputError
-from longweave.kernels import fused
 from longweave.kernels.recurrence import fused_conv
 from longweave.kernels.recurrence.chunks import Segment
+from longweave.kernels.triton_launch import serves
 from longweave.tensors import Indices, accumulation_dtype
 
 WIDTHS = range(2, 9)
@@ -102,7 +102,7 @@ def conv_forward(
     x (tokens, C), weight (C, width), bias (C,) or None. halo (segments, width − 1, C): the tokens right before each
     segment, zeros where there are none; None is all zeros.
     """
-    if fused.serves(x) and fused.serves(weight):
+    if serves(x) and serves(weight):
         return fused_conv.forward(x, weight, bias, halo, edges.places, silu)
     taps, offset = _taps(x, weight, bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -122,7 +122,7 @@ def conv_backward(
     Those of x and halo are still in float32 (float64 for float64): gradients of tokens that were another rank's halo
     are added to that of x before the one cast.
     """
-    if fused.serves(x) and fused.serves(weight):
+    if serves(x) and serves(weight):
         return fused_conv.backward(dy, x, weight, bias, halo, edges.places, silu)
     taps, offset = _taps(x, weight, bias)
     width = len(taps)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longweave.kernels.recurrence.segments import Segments
-from longweave.kernels.triton_launch import launch
+from longweave.kernels.triton_launch import launch, power_of_two, unit_rows
 
 BLOCK = 64
 
@@ -24,9 +24,9 @@ def outer_sums(x: Tensor, w: Tensor | None, d: Tensor, scale: float, segments: S
     sums = torch.empty((N, H, K, V), dtype=torch.float32, device=d.device)
     if not sums.numel():
         return sums
-    x, d = (y if y.stride(-1) == 1 else y.contiguous() for y in (x, d))
+    x, d = unit_rows(x), unit_rows(d)
     w = None if w is None else w.contiguous()
-    side_k, side_v = (min(BLOCK, max(16, 1 << (size - 1).bit_length())) for size in (K, V))
+    side_k, side_v = (min(BLOCK, max(16, power_of_two(size))) for size in (K, V))
     grid = (N * H, -(-K // side_k), -(-V // side_v))
     strides = *x.stride()[:2], *d.stride()[:2]
     launch(

@@ -166,7 +166,7 @@ def test_deterministic_fa3_has_limits(hopper: None) -> None:
 
 def test_what_is_large() -> None:
     def large(mask: lw.Mask) -> bool:
-        return cuda_flash.is_large(fuse(mask.rows))
+        return cuda_flash.suits(Tasks(fuse(mask.rows)))
 
     assert large(lw.Mask.causal([0, 3000, 5000]))
     assert large(lw.Mask.full([0, 1024]))
@@ -179,8 +179,9 @@ def test_what_is_large() -> None:
 
 def test_a_version_that_was_activated_may_take_several_calls() -> None:
     """Two halves of a long document, as zigzag has them: of the keys between them, only the second half sees all."""
-    rows = fuse(lw.Mask.from_slices(65536, [((0, 4096), (0, 4096), "causal"), ((4096, 8192), (0, 30000), "full")]).rows)
-    assert not cuda_flash.suits()(rows)
+    halves = [((0, 4096), (0, 4096), "causal"), ((4096, 8192), (0, 30000), "full")]
+    tasks = Tasks(fuse(lw.Mask.from_slices(65536, halves).rows))
+    assert not cuda_flash.suits(tasks)
     with patch.object(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3"):
-        assert cuda_flash.suits()(rows)
-        assert not cuda_flash.suits()(fuse(lw.Mask.sliding_window([0, 100_000], 4096).rows))
+        assert cuda_flash.suits(tasks)
+        assert not cuda_flash.suits(Tasks(fuse(lw.Mask.sliding_window([0, 100_000], 4096).rows)))
