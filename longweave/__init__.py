@@ -27,8 +27,10 @@ if TYPE_CHECKING:
         ssd,
     )
     from longweave.models.batch import Batch, shard_batch
+    from longweave.models.changes import restore
     from longweave.models.loss import loss_scale, reduce_gradients, reduce_sum
-    from longweave.models.parallelize import parallelize, restore
+    from longweave.models.parallelize import parallelize
+    from longweave.models.pool import pool
     from longweave.pack import Pack
     from longweave.softmax.attention import attention
     from longweave.tokens import reshard, shard, unshard
@@ -49,10 +51,11 @@ _LAZY = {
     "lightning_attention": "longweave.linear.mixers",
     "loss_scale": "longweave.models.loss",
     "parallelize": "longweave.models.parallelize",
+    "pool": "longweave.models.pool",
     "reduce_gradients": "longweave.models.loss",
     "reduce_sum": "longweave.models.loss",
     "reshard": "longweave.tokens",
-    "restore": "longweave.models.parallelize",
+    "restore": "longweave.models.changes",
     "shard": "longweave.tokens",
     "shard_batch": "longweave.models.batch",
     "shift": "longweave.documents",
@@ -86,6 +89,7 @@ __all__ = [
     "make_plan",
     "parallelize",
     "plan",
+    "pool",
     "reduce_gradients",
     "reduce_sum",
     "reshard",

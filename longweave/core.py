@@ -59,13 +59,11 @@ class PackCore:
         options: Mapping[str, int] | None = None,
     ) -> None:
         self.comm = comm
-        self.machine = CPU if comm.is_cpu_only else Machine()
+        self.machine = machine_of(comm)
         self.cu_seqlens = as_cu_seqlens(cu_seqlens)
         self.mask = self._mask_of(mask, window)
         self.layout = self._layout_of(layout)
-        self.options = check_options(strategy, options or {})
-        check_method(method)
-        check_backend(backend)
+        self.options = check_ways(strategy, method, backend, options or {})
         self.strategy, self.method, self.backend = strategy, method, backend
         self.plans: dict[Plan, int] = {}  # in use, with the number of calls of each
         self.methods: dict[str, Any] = {}  # of linear layers, by operator
@@ -243,6 +241,19 @@ def _shown(part: object) -> str:
     if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
         return f"{part[0]}={part[1]!r}"
     return str(part).replace("torch.", "")
+
+
+def machine_of(comm: Comm) -> Machine:
+    """What the cost model takes the ranks of a group for."""
+    return CPU if comm.is_cpu_only else Machine()
+
+
+def check_ways(strategy: str, method: str, backend: str, options: Mapping[str, int]) -> dict[str, int]:
+    """Check how layers are to run; returns the options of the strategy."""
+    checked = check_options(strategy, options)
+    check_method(method)
+    check_backend(backend)
+    return checked
 
 
 def check_method(method: object) -> None:

@@ -76,16 +76,27 @@ def compare(comm: Comm, facts: Sequence[Fact], problem: Exception | None = None)
     if comm.size == 1 or not _checking.get():
         _raise(problem)
         return
-    # One rank may refuse before it knows its facts: the message has the same size all the same.
-    digests = [digest(fact.value) for fact in facts]
-    row = [*digests, *[0] * (MOST_FACTS - len(digests)), int(problem is not None)]
-    mine = torch.tensor([row], device=comm.control_device)
+    mine = torch.tensor([said(facts, problem)], device=comm.control_device)
     everyone = all_gather_v(mine, [1] * comm.size, comm).wait().tolist()
+    judge(comm, everyone, facts, problem)
+
+
+def said(facts: Sequence[Fact], problem: Exception | None) -> list[int]:
+    """What a rank tells the others: MOST_FACTS digests, and whether it refuses.
+
+    It may refuse before it knows its facts: the message has the same size all the same.
+    """
+    digests = [digest(fact.value) for fact in facts]
+    return [*digests, *[0] * (MOST_FACTS - len(digests)), int(problem is not None)]
+
+
+def judge(comm: Comm, everyone: Sequence[Sequence[int]], facts: Sequence[Fact], problem: Exception | None) -> None:
+    """Raise what `compare` raises, from what all ranks `said`."""
     _raise(problem)
     refused = [rank for rank, theirs in enumerate(everyone) if theirs[-1]]
     if refused:
         raise GroupError(f"{named(refused)} of the group refused this call; see the error there. Nothing was sent.")
-    for column, fact in enumerate(facts):
+    for column, fact in enumerate(facts) if _checking.get() else ():
         _compare_column([theirs[column] for theirs in everyone], fact, comm)
 
 
@@ -131,6 +142,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.packs = 0  # made so far
+        self.gathers = 0  # through the group's store
         self.asked = 0  # calls that were compared before they were made
         self.running = 0
         self.calls: Counter[str] = Counter()

@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -100,6 +101,14 @@ def name_of(group: Group) -> str:
     """A string that tells groups apart; "" is a single process."""
     comm = resolve(group)
     return "" if comm.group is None else comm.group.group_name
+
+
+def group_named(name: str | None) -> Group:
+    """The group that has this name (`name_of`); None is the default group, whichever there is by then.
+
+    A model keeps the name of its group: one that kept the group itself would keep its threads alive to the end.
+    """
+    return None if not name else _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 # -- on tokens -----------------------------------------------------------------------------------------

@@ -214,18 +214,32 @@ def _rows(shape: torch.Size, attention_mask: Any, device: torch.device) -> tuple
     if attention_mask is None:
         keep = np.ones((batch, seq), dtype=bool)
     else:
-        given = _tensor("attention_mask", attention_mask)
-        if given.numel() != batch * seq or given.ndim not in (1, 2):
-            raise InputError(
-                f"attention_mask has the shape {tuple(given.shape)} for tokens of {(batch, seq)}; give one of the "
-                "same shape, 1 for tokens and 0 for padding"
-            )
-        keep = given.reshape(batch, seq).cpu().numpy().astype(bool)
-        runs = (np.diff(keep.astype(np.int8), axis=1, prepend=0) == 1).sum(1)
-        if (runs > 1).any():
-            row = int(np.flatnonzero(runs > 1)[0])
-            raise InputError(f"row {row} of attention_mask has padding between its tokens; pad left or right of them")
+        keep = kept_tokens(attention_mask, batch, seq)
         if not keep.any():
             raise InputError("attention_mask is 0 everywhere; a batch needs at least one token")
     places = torch.from_numpy(np.flatnonzero(keep)).to(device)
     return PaddedRows(batch, seq, places), frozen(np.append(0, np.cumsum(keep.sum(1))))
+
+
+def kept_tokens(attention_mask: Any, batch: int, seq: int) -> np.ndarray:
+    """Which places of (batch, seq) hold tokens, by a mask of 1 for tokens and 0 for padding left or right of them."""
+    remedy = "give one of the same shape, 1 for tokens and 0 for padding"
+    if isinstance(attention_mask, dict):
+        raise InputError(f"attention_mask is a dict of masks for tokens of {(batch, seq)}; {remedy}")
+    given = _tensor("attention_mask", attention_mask)
+    fits = tuple(given.shape) == (batch, seq) or (batch == 1 and tuple(given.shape) == (seq,))
+    if not fits:
+        raise InputError(f"attention_mask has the shape {tuple(given.shape)} for tokens of {(batch, seq)}; {remedy}")
+    values = given.reshape(batch, seq).float().cpu().numpy()
+    keep: np.ndarray = values == 1
+    if not (keep | (values == 0)).all():
+        other = float(values[~keep & (values != 0)][0])
+        raise InputError(
+            f"attention_mask holds {other:g}, which is neither 1 (a token) nor 0 (padding); packed documents are given "
+            "by cu_seqlens or position_ids"
+        )
+    runs = (np.diff(keep.astype(np.int8), axis=1, prepend=0) == 1).sum(1)
+    if (runs > 1).any():
+        row = int(np.flatnonzero(runs > 1)[0])
+        raise InputError(f"row {row} of attention_mask has padding between its tokens; pad left or right of them")
+    return keep

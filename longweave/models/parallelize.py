@@ -1,60 +1,35 @@
-"""`lw.parallelize` and `lw.restore`: switch a model between one process and one sequence over many ranks.
+"""`lw.parallelize`: switch a model from one process to one sequence over many ranks.
 
 What changes in the model, and nothing else:
 
-    config                   modules refer to a copy whose attention implementation is ours
+    config, linear mixers    run across ranks (`longweave.models.layers`)
     forward of models        checks the call, makes the batch's pack the running one, corrects the balancing loss
-    forward of linear mixers the adapter (`longweave.models.adapters`)
     checkpoint functions     remember the pack for the recomputation in backward
 
-`restore` puts every one of these back. Weights, hooks, and the class of every module stay as they are.
+`lw.restore` puts every one of these back (`longweave.models.changes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy, deepcopy
-from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
-from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
 
 from longweave.comm.exchange import Group, name_of, resolve
 from longweave.errors import GroupError, InputError
-from longweave.models.adapters import NAME, balancing_loss, register_with_transformers
-from longweave.models.roles import Role, roles
-from longweave.models.running import KEY, find_pack, model_tokens, rerun, running
+from longweave.models.adapters import balancing_loss
+from longweave.models.changes import Undo, bind_checkpoints, is_changed
+from longweave.models.layers import check_layers, switch_layers
+from longweave.models.roles import roles
+from longweave.models.running import find_pack, model_tokens, running
 from longweave.pack import Pack
 
 M = TypeVar("M", bound=nn.Module)
 
 _MARK = "_longweave_group"
-_UNDO = "_longweave_undo"
-_GONE = object()
-
-
-@dataclass
-class Undo:
-    """How each module was before. A deep copy of a model takes its own along, because all of it is found by module."""
-
-    attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    configs: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)  # original, copy, copy as it began
-
-    def set(self, module: nn.Module, name: str, value: Any) -> None:
-        self.attributes.append((module, name, vars(module).get(name, _GONE)))
-        vars(module)[name] = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Undo:
-        attributes = [
-            (deepcopy(module, memo), name, before if before is _GONE else deepcopy(before, memo))
-            for module, name, before in self.attributes
-        ]
-        return Undo(
-            attributes, [(deepcopy(old, memo), deepcopy(new, memo), dict(was)) for old, new, was in self.configs]
-        )
 
 
 def parallelize(model: M, group: Group = None) -> M:
@@ -77,96 +52,20 @@ def parallelize(model: M, group: Group = None) -> M:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     resolve(group)
-    if any(_MARK in vars(module) for module in model.modules()):
-        raise InputError("the model is parallel already; call lw.restore(model) first to give it another group")
+    if is_changed(model):
+        raise InputError("the model is parallel or pooled already; call lw.restore(model) first")
     parts = roles(model)  # raises before anything is changed
-    for name, module, _ in parts:
-        _check_rotary(name, module)
-        _check_lora(module)
+    check_layers(parts)
     undo = Undo()
-    if any(role == "attention" for *_, role in parts):
-        register_with_transformers()
-        _switch_configs(parts, undo)
+    switch_layers(parts, [module for _, module, _ in parts], undo)
     for _, module, role in parts:
         if role == "model":
             undo.set(module, _MARK, name_of(group))
-            _replace_forward(module, _model_forward, undo)
-        elif callable(role):
-            _replace_forward(module, partial(_adapter_forward, role), undo)
+            undo.replace(module, "forward", _model_forward)
     if _MARK not in vars(model):
         undo.set(model, _MARK, name_of(group))
-    undo.set(model, _UNDO, undo)
+    undo.keep(model)
     return model
-
-
-def restore(model: M) -> M:
-    """Undo `lw.parallelize`: the model runs in one process again, can generate and keep a KV cache. Returns the model.
-
-    Changes that were made to `model.config` in between stay.
-    """
-    undo = vars(model).get(_UNDO) if isinstance(model, nn.Module) else None
-    if undo is None:
-        raise InputError("the model is not parallel; restore takes the module that was given to lw.parallelize")
-    _unbind_checkpoints(model)
-    for module, name, before in reversed(undo.attributes):
-        if before is _GONE:
-            vars(module).pop(name, None)
-        else:
-            vars(module)[name] = before
-    for original, changed, was in undo.configs:
-        for name, value in vars(changed).items():
-            if name not in was or value is not was[name]:
-                vars(original)[name] = value
-    return model
-
-
-def _replace_forward(module: nn.Module, make: Any, undo: Undo) -> None:
-    before = vars(module).get("forward")
-    if before is None:
-        forward = make(type(module).forward)
-    else:  # somebody has already put a forward on this very module
-        forward = make(lambda self, *args, **kwargs: before(*args, **kwargs))
-    # A bound method: a deep copy of the model binds it to the copied module.
-    undo.set(module, "forward", MethodType(forward, module))
-
-
-def _switch_configs(parts: list[tuple[str, nn.Module, Role]], undo: Undo) -> None:
-    """Give the model configs of its own: other models may share the objects that it was made with."""
-    copies: dict[int, Any] = {}
-    holders = [module for _, module, _ in parts if hasattr(vars(module).get("config"), "_attn_implementation")]
-    for module in holders:
-        config = vars(module)["config"]
-        if id(config) not in copies:
-            copies[id(config)] = changed = copy(config)
-            vars(changed)["_attn_implementation_internal"] = NAME
-            undo.configs.append((config, changed, {}))
-        undo.set(module, "config", copies[id(config)])
-    for _, changed, was in undo.configs:
-        for name, value in vars(changed).items():
-            if id(value) in copies:
-                vars(changed)[name] = copies[id(value)]
-        was.update(vars(changed))
-
-
-def _check_rotary(name: str, module: nn.Module) -> None:
-    kind = getattr(module, "rope_type", "default")
-    kinds = kind.values() if isinstance(kind, dict) else (kind,)
-    for one in kinds:
-        if isinstance(one, str) and (one == "longrope" or "dynamic" in one):
-            raise InputError(
-                f"{name} is a rotary embedding of type {one!r}, whose frequencies depend on the longest position that "
-                "a rank happens to hold; set rope_parameters to a type that does not, such as 'yarn' or 'default'"
-            )
-
-
-def _check_lora(module: nn.Module) -> None:
-    configs = getattr(module, "peft_config", None)
-    for config in configs.values() if isinstance(configs, dict) else ():
-        if getattr(config, "alora_invocation_tokens", None):
-            raise InputError(
-                "the LoRA is an activated one (alora_invocation_tokens), which looks for tokens that another rank may "
-                "hold; train without them"
-            )
 
 
 # -- forward of a parallel model -------------------------------------------------------------------------
@@ -181,49 +80,12 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         pack = find_pack(kwargs)
         asked = {**parameters.bind_partial(self, *args, **kwargs).arguments, **kwargs}
         _check_call(self, pack, asked)
-        _bind_checkpoints(self)
+        bind_checkpoints(self)
         with running(pack):
             out = original(self, *args, **kwargs)
         return _correct_balancing_loss(self, pack, asked, out)
 
     return forward
-
-
-def _adapter_forward(adapter: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that calls the adapter with the pack of this batch."""
-
-    @wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        pack = find_pack(kwargs)
-        kwargs.pop(KEY, None)
-        return adapter(self, pack, *args, **kwargs)
-
-    return forward
-
-
-class PackCheckpoint:
-    """A layer's checkpoint function that remembers the pack for the recomputation in backward."""
-
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(partial(rerun, find_pack({}), function), *args, **kwargs)
-
-
-def _bind_checkpoints(model: nn.Module) -> None:
-    """Done in every forward: `gradient_checkpointing_enable` may be called at any time."""
-    for module in model.modules():
-        function = vars(module).get("_gradient_checkpointing_func")
-        if function is not None and not isinstance(function, PackCheckpoint):
-            vars(module)["_gradient_checkpointing_func"] = PackCheckpoint(function)
-
-
-def _unbind_checkpoints(model: nn.Module) -> None:
-    for module in model.modules():
-        function = vars(module).get("_gradient_checkpointing_func")
-        if isinstance(function, PackCheckpoint):
-            vars(module)["_gradient_checkpointing_func"] = function.checkpoint
 
 
 def _check_call(model: nn.Module, pack: Pack, asked: Mapping[str, Any]) -> None:

@@ -138,6 +138,11 @@ def roles(model: nn.Module) -> list[tuple[str, nn.Module, Role]]:
     return found
 
 
+def is_model(module: nn.Module) -> bool:
+    """Is it a whole model, with or without a head?"""
+    return _role(module) == "model"
+
+
 def _role(module: nn.Module) -> Role | None:
     for base in type(module).__mro__:
         if base in _registered:

@@ -5,13 +5,15 @@
 
 The model's own forward sets the context variable and resets it when it ends; a checkpointed layer sets it again while
 backward computes the layer anew. So it is never left set, and a model that is called without a batch is found out.
+A pooled model that generates runs `Alone`: on this rank, with the attention that it had before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,7 +24,32 @@ from longweave.pack import Pack
 
 KEY = "longweave"
 
-_running: ContextVar[Pack | None] = ContextVar("longweave_pack", default=None)
+
+@dataclass(frozen=True)
+class Alone:
+    """A call that concerns this rank only: generation, a KV cache. The model's own attention serves it."""
+
+    configs: list[tuple[Any, str]]  # of the model, with the attention implementation that each had before
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        ours = [vars(config)[_IMPLEMENTATION] for config, _ in self.configs]
+        for config, before in self.configs:
+            vars(config)[_IMPLEMENTATION] = before
+        try:
+            yield
+        finally:
+            for (config, _), name in zip(self.configs, ours, strict=True):
+                vars(config)[_IMPLEMENTATION] = name
+
+
+_IMPLEMENTATION = "_attn_implementation_internal"  # of a config in transformers
+_running: ContextVar[Pack | Alone | None] = ContextVar("longweave_pack", default=None)
+
+
+def current() -> Pack | Alone | None:
+    """What is running: a model on a pack, a pooled model alone, or nothing."""
+    return _running.get()
 
 
 def find_pack(kwargs: Mapping[str, Any]) -> Pack:
@@ -41,18 +68,19 @@ def find_pack(kwargs: Mapping[str, Any]) -> Pack:
 
 
 @contextmanager
-def running(pack: Pack) -> Iterator[None]:
-    """While a model's forward, or a recomputation of a part of it, runs on this pack."""
-    token = _running.set(pack)
+def running(what: Pack | Alone) -> Iterator[None]:
+    """While a model's forward, or a recomputation of a part of it, runs on this pack, or alone."""
+    token = _running.set(what)
     try:
-        yield
+        with what.own_attention() if isinstance(what, Alone) else nullcontext():
+            yield
     finally:
         _running.reset(token)
 
 
-def rerun(pack: Pack, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` with `pack` as the running one: what a checkpointed layer does when backward computes it again."""
-    with running(pack):
+def rerun(what: Pack | Alone, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn` as it was called before: what a checkpointed layer does when backward computes it again."""
+    with running(what):
         return fn(*args)
 
 

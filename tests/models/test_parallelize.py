@@ -244,9 +244,9 @@ def test_calls_that_a_parallel_model_refuses() -> None:
         model(input_ids=ids[None])
     with pytest.raises(lw.InputError, match=r"lw\.restore"):
         model.generate(ids[None, :4], max_new_tokens=2)
-    with pytest.raises(lw.InputError, match="parallel already"):
+    with pytest.raises(lw.InputError, match="parallel or pooled already"):
         lw.parallelize(model)
-    with pytest.raises(lw.InputError, match="parallel already"):
+    with pytest.raises(lw.InputError, match="parallel or pooled already"):
         lw.parallelize(model.model)
     with pytest.raises(lw.InputError, match="not parallel"):
         lw.restore(build("llama"))

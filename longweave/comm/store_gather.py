@@ -1,0 +1,93 @@
+"""An all-gather of a few bytes through the process group's store: all ranks come within a bounded time, or are named.
+
+    rank 0   set call 7, rank 0 ─┐
+    rank 1   set call 7, rank 1 ─┼─▶ store ──▶ every rank reads all of call 7, and goes on
+    rank 2   (still elsewhere)   ┘             or after `wait` seconds: "rank 2 did not come to call 7"
+
+A collective that not all ranks make hangs until the group's timeout, and one that meets another collective may abort
+the process. So a place that ranks may fail to reach together asks here first, where waiting costs nothing and disturbs
+nobody. It also spares GPUs a wait for the host: small numbers never go to a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from longweave.comm.agreement import ledger_of, named
+from longweave.comm.exchange import Comm
+from longweave.errors import GroupError
+
+FIRST_WAIT = 5.0  # seconds in one request; afterwards the store is asked now and then, so that Ctrl-C is heard
+PAUSE = 0.05  # seconds between two questions
+
+_HERE, _GAVE_UP = b"+", b"-"
+
+
+def store_all_gather(comm: Comm, message: bytes, wait: float, what: str) -> list[bytes]:
+    """The messages of all ranks, in rank order. `what` says in an error's text what the ranks are about to do.
+
+    Raises `GroupError` on the ranks that came if another does not come within `wait` seconds.
+    """
+    if comm.group is None or comm.size == 1:
+        return [message]
+    ledger = ledger_of(comm)
+    ledger.gathers += 1
+    number = ledger.gathers
+    store, keys = comm.group.get_group_store(), _keys(comm, number)
+    try:
+        store.set(keys[comm.rank], _HERE + message)  # type: ignore[arg-type]
+        missing = _missing(store, keys, wait)
+        if missing:
+            # Whoever comes later must not go on as if we were still there.
+            store.set(keys[comm.rank], _GAVE_UP)  # type: ignore[arg-type]
+            raise GroupError(
+                f"{_absent(missing)} {what} within {wait:g} s (call {number}; I am rank {comm.rank}). All ranks of the "
+                "group must make this call equally often: no rank may skip a batch, evaluate or generate by itself, "
+                "or have fewer batches than the others. If a rank really needs longer, raise wait="
+            )
+        found = store.multi_get(keys)
+        if number > 1:  # all ranks have read the call before this one
+            store.delete_key(_keys(comm, number - 1)[comm.rank])
+    except dist.DistError as error:
+        raise GroupError(
+            f"the store of the process group does not answer ({error}); the process that keeps it, mostly rank 0, has "
+            "probably ended: see its output"
+        ) from error
+    gone = [rank for rank, text in enumerate(found) if text == _GAVE_UP]
+    if gone:
+        raise GroupError(
+            f"rank {comm.rank} came too late: {named(gone)} of the group waited {wait:g} s {_before(what)} and gave up"
+        )
+    return [text.removeprefix(_HERE) for text in found]
+
+
+def _missing(store: Store, keys: Sequence[str], wait: float) -> list[int]:
+    """Which ranks have not come, after `wait` seconds at most."""
+    deadline = time.monotonic() + wait
+    try:
+        store.wait(list(keys), timedelta(seconds=min(wait, FIRST_WAIT)))
+        return []
+    except dist.DistStoreError:
+        pass
+    while True:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing or time.monotonic() >= deadline:
+            return missing
+        time.sleep(PAUSE)
+
+
+def _keys(comm: Comm, number: int) -> list[str]:
+    return [f"longweave/{number}/{rank}" for rank in range(comm.size)]
+
+
+def _absent(ranks: Sequence[int]) -> str:
+    return f"{named(ranks)} of the group {'has' if len(ranks) == 1 else 'have'} not come to"
+
+
+def _before(what: str) -> str:
+    return f"in front of {what}"

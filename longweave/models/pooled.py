@@ -1,0 +1,181 @@
+"""The rows of all ranks as one pack, and the way there and home.
+
+    rows ─ lengths ─▶ all ranks, through the store ─▶ documents ─▶ layout ─▶ pack
+         ─ ids, positions, targets ─▶ one all-to-all-v ─▶ where the tokens are computed
+    rows ◀─ hidden states, … ◀─ the reverse one ◀─ layers
+
+Documents stand in the order of the ranks that brought them, so every rank knows where all of them are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from longweave.comm.agreement import MOST_FACTS, Fact, judge, ledger_of, said
+from longweave.comm.exchange import Comm, group_named, resolve
+from longweave.comm.store_gather import store_all_gather
+from longweave.core import PackCore, machine_of
+from longweave.errors import InputError
+from longweave.models.layers import Parts
+from longweave.models.rows import Rows, read_rows
+from longweave.models.running import model_tokens, unbatch, with_placeholder
+from longweave.pack import Pack
+from longweave.plan.cost import Shape
+from longweave.plan.homing import DecoderWork, home_layout, levelled
+from longweave.plan.layout import Layout
+from longweave.plan.mask import Mask
+from longweave.plan.ranges import Ints
+from longweave.plan.routing import route
+from longweave.tokens import TokenRoute
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a decoder is pooled. It belongs to the decoder."""
+
+    group: str | None  # its name; None is the default group
+    layout: str
+    mask: str
+    ways: dict[str, Any]  # strategy, method, backend, options of the pack
+    wait: float
+    work: DecoderWork
+    shape: Shape
+
+
+class Pooled:
+    """One batch of all ranks: this rank's rows, the pack, and the tokens that this rank computes.
+
+    ids (1, tokens) or embeds (1, tokens, D), positions (…, 1, tokens) and targets (1, tokens) are ready for the model,
+    with a placeholder where the rank has no tokens.
+    """
+
+    def __init__(self, rows: Rows, pack: Pack, way: TokenRoute) -> None:
+        self.rows, self.pack, self.way = rows, pack, way
+        self.ids: Tensor | None = None
+        self.embeds: Tensor | None = None
+        self.positions: Tensor
+        self.targets: Tensor | None = None
+        self.call: Any = None  # of a pooled head that is running on it
+
+    def bring(self, ids: Tensor | None, embeds: Tensor | None, targets: Tensor | None) -> None:
+        """Bring the rows' tokens to where they are computed: everything that is ints in one message."""
+        columns = [None if ids is None else self.rows.take(ids)[:, None], self.rows.positions]
+        columns += [None if targets is None else self.rows.take(targets)[:, None]]
+        there = self._there(torch.cat([x.long() for x in columns if x is not None], dim=1))
+        if ids is not None:
+            self.ids, there = there[None, :, 0], there[:, 1:]
+        if targets is not None:
+            at = there[: self.pack.tokens, -1]
+            self.targets, there = with_placeholder(at, self.pack, -100)[None], there[:, :-1]
+        # One plane of positions is (1, tokens), several are (planes, 1, tokens).
+        planes = self.rows.planes
+        self.positions = there.T.reshape(*planes, 1, model_tokens(self.pack))
+        if embeds is not None:
+            self.embeds = self._there(self.rows.take(embeds))[None]
+
+    def home(self, y: Tensor) -> Tensor:
+        """(1, tokens, …) of this rank's computation → (batch, seq, …) of its rows, with zeros at padding."""
+        return self.rows.put(self.way.back.walk(unbatch(y, self.pack)))
+
+    def _there(self, x: Tensor) -> Tensor:
+        return with_placeholder(self.way.walk(x), self.pack)
+
+
+def gather_rows(
+    pooling: Pooling, asked: Mapping[str, Any], kind: str, check: Callable[[], None], targets: Tensor | None = None
+) -> Pooled:
+    """Meet the other ranks, and make one pack of the documents of all.
+
+    asked: the arguments of the decoder. kind: what must be the same on every rank. check: raises if this rank's call
+    is wrong; all ranks then raise. targets: (batch, seq), what each token predicts, where that travels along.
+    """
+    comm = resolve(group_named(pooling.group))
+    rows: Rows | None = None
+    problem: Exception | None = None
+    ids, embeds = asked.get("input_ids"), asked.get("inputs_embeds")
+    try:
+        rows = _read(ids, embeds, asked)
+        check()
+    except Exception as error:
+        problem = error
+    try:
+        lengths = _all_lengths(comm, pooling, rows, kind, problem)
+    finally:
+        del problem  # an error that refers to this frame would keep everything in it alive
+    assert rows is not None
+    home = home_layout([int(some.sum()) for some in lengths])
+    if not home.total:
+        raise InputError("the rows of all ranks are padding only; a batch needs at least one token on some rank")
+    core = _core(comm, pooling, np.concatenate([[0], np.cumsum(np.concatenate(lengths))]), home)
+    way = TokenRoute(route(home, core.layout, comm.rank), comm)
+    ledger_of(comm).packs += 1
+    pooled = Pooled(rows, Pack.around(core), way)
+    pooled.bring(ids, embeds, targets)
+    return pooled
+
+
+def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> Rows:
+    if (ids is None) == (embeds is None):
+        raise InputError(f"{'neither' if ids is None else 'both'} of input_ids and inputs_embeds was given; give one")
+    tokens = ids if ids is not None else embeds
+    if not isinstance(tokens, Tensor):
+        raise InputError(f"the tokens are a {type(tokens).__name__}; give a tensor")
+    return read_rows(tokens.shape if ids is not None else tokens.shape[:-1], tokens.device, asked)
+
+
+def _all_lengths(comm: Comm, pooling: Pooling, rows: Rows | None, kind: str, problem: Exception | None) -> list[Ints]:
+    """The lengths of the documents of every rank, once all ranks have said that they make the same call."""
+    same_call = Fact(
+        f"{kind} {pooling.layout} {pooling.mask} {pooling.ways}",
+        "makes",
+        "another call of the pooled model than the rest",
+        f"every rank must call it alike, in the same mode and with the same options; this rank's call is: {kind}",
+    )
+    facts = [ledger_of(comm).fact(), same_call]
+    own = np.array([*said(facts, problem), *(() if rows is None else rows.lengths)], dtype=np.int64)
+    found = store_all_gather(comm, own.tobytes(), pooling.wait, "the forward of a pooled model")
+    everyone = [np.frombuffer(message, dtype=np.int64) for message in found]
+    judge(comm, [row[: MOST_FACTS + 1].tolist() for row in everyone], facts, problem)
+    return [row[MOST_FACTS + 1 :] for row in everyone]
+
+
+def _core(comm: Comm, pooling: Pooling, cu_seqlens: Ints, home: Layout) -> PackCore:
+    mask = Mask.causal(cu_seqlens) if pooling.mask == "causal" else Mask.full(cu_seqlens)
+    layout: str | Layout = pooling.layout
+    if layout == "auto":
+        layout = levelled(mask, home, pooling.work, pooling.shape, machine_of(comm))
+    elif layout == "home":
+        layout = home
+    return PackCore(comm, cu_seqlens, layout, mask=mask, **pooling.ways)
+
+
+def work_of(decoder: nn.Module, parts: Parts) -> tuple[DecoderWork, Shape]:
+    """What the decoder costs, for the cost model. Results never depend on it."""
+    config: Any = getattr(decoder, "config", None)
+    default = Shape()
+    heads = getattr(config, "num_attention_heads", default.heads)
+    hidden = getattr(config, "hidden_size", heads * default.head_dim)
+    shape = Shape(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or max(hidden // heads, 1),
+        itemsize=next((p.element_size() for p in decoder.parameters()), default.itemsize),
+    )
+    embeddings = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+    active = sum(_active(p, config) for p in decoder.parameters() if id(p) not in embeddings)
+    layers = sum(role == "attention" for *_, role in parts)
+    return DecoderWork(2.0 * active, float(shape.flops_per_pair * layers), float(hidden * shape.itemsize)), shape
+
+
+def _active(p: Tensor, config: Any) -> float:
+    """The entries of a weight that a token uses: of stacked experts only those that it is sent to."""
+    known = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in known if getattr(config, name, None)), 0)
+    is_stacked = p.ndim == 3 and p.shape[0] == experts
+    return p.numel() * getattr(config, "num_experts_per_tok", 1) / experts if is_stacked else p.numel()

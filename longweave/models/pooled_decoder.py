@@ -1,0 +1,165 @@
+"""The decoder of a pooled model: what its forward does in a call, and when it runs alone.
+
+generate, a KV cache          alone on this rank, with the attention that the model had before
+rows                          meet the other ranks, run the layers on the pack of all, bring the results home
+rows that met in the head     (`longweave.models.pooled_head`) run the layers, leave hidden states where they are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longweave.errors import InputError
+from longweave.models.adapters import NAME
+from longweave.models.changes import bind_checkpoints
+from longweave.models.pooled import Pooled, Pooling, gather_rows
+from longweave.models.running import KEY, Alone, current, running
+from longweave.tensors import eager
+
+POOLING, ALONE = "_longweave_pooling", "_longweave_alone"  # attributes of modules
+
+# Arguments of a decoder that say where its documents are, or that a pooled one answers for.
+_READ = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q", "seq_idx", KEY}
+_READ |= {"cu_seq_lens_k", "max_length_q", "max_length_k", "cache_position", "past_key_values", "use_cache"}
+_READ |= {"return_dict", "labels", "shift_labels"}
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """In the place of a call's tokens: what the decoder is to return at once. So a head runs on given hidden states."""
+
+    output: Any
+
+
+def decoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward in the place of `original`, which is the unbound forward of a decoder's class."""
+
+    @wraps(original)
+    @eager
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        asked = arguments(original, args, kwargs)
+        if runs_alone(asked):
+            with running(vars(self)[ALONE]):
+                return original(self, *args, **kwargs)
+        ticket = asked.get(KEY)
+        if isinstance(ticket, HiddenStates):
+            return ticket.output
+        pooled = ticket if isinstance(ticket, Pooled) else gather(self, asked)
+        out = _run(original, self, pooled, asked)
+        _bring_home(out, pooled, stays=("last_hidden_state",) if pooled.targets is not None else ())
+        return out if _wants_dict(self, asked) else out.to_tuple()
+
+    return forward
+
+
+def generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `generate` in the place of the model's own: on this rank, without talking."""
+
+    @wraps(original)
+    def alone(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with running(vars(self)[ALONE]):
+            return original(self, *args, **kwargs)
+
+    return alone
+
+
+def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without the module itself."""
+    named = [p.name for p in signature(function).parameters.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    return {**dict(zip(named[1:], args, strict=False)), **kwargs}
+
+
+def runs_alone(asked: Mapping[str, Any]) -> bool:
+    """Does the call concern this rank only? Where gradients are recorded, `use_cache` is only a config's default."""
+    wants_cache = bool(asked.get("use_cache")) and not torch.is_grad_enabled()
+    return isinstance(current(), Alone) or wants_cache or asked.get("past_key_values") is not None
+
+
+def gather(decoder: nn.Module, asked: Mapping[str, Any], targets: Tensor | None = None) -> Pooled:
+    """The rows of all ranks as one pack; see `gather_rows`."""
+    pooling: Pooling = vars(decoder)[POOLING]
+    return gather_rows(pooling, asked, _kind(decoder, asked, targets), lambda: _check(decoder, asked), targets)
+
+
+def _kind(decoder: nn.Module, asked: Mapping[str, Any], targets: Tensor | None) -> str:
+    """What must be the same on every rank: else some would wait for messages that others never send."""
+    embeds = asked.get("inputs_embeds")
+    tokens = f"embeddings {embeds.dtype} {embeds.shape[-1]}" if isinstance(embeds, Tensor) else "ids"
+    device = next((p.device.type for p in decoder.parameters()), "cpu")
+    modes = {
+        "gradients": torch.is_grad_enabled(),
+        "training": decoder.training,
+        "trainable parameters": sum(p.requires_grad for p in decoder.parameters()),
+        "gradient of the embeddings": isinstance(embeds, Tensor) and embeds.requires_grad,
+        "checkpointing": getattr(decoder, "gradient_checkpointing", False),
+        "autocast": torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)),
+        "head": "home" if targets is None else "pooled",
+    }
+    options = {name: value for name, value in sorted(asked.items()) if isinstance(value, bool | str)}
+    shown = ", ".join(f"{name} {value}" for name, value in {**modes, **options}.items() if value is not False)
+    return f"{type(decoder).__name__} on {tokens}, with {shown}"
+
+
+def _check(decoder: Any, asked: Mapping[str, Any]) -> None:
+    config = getattr(decoder, "config", None)
+    implementation = getattr(config, "_attn_implementation", NAME)
+    if implementation != NAME:
+        raise InputError(
+            f"the attention implementation of the pooled model was changed to {implementation!r} in the meantime, "
+            "which knows nothing of other ranks; call lw.restore(model), set it, and lw.pool(model) again"
+        )
+    if asked.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise InputError("a pooled model never holds attention weights; call it without output_attentions")
+    tokens: Any = asked.get("input_ids") if asked.get("input_ids") is not None else asked.get("inputs_embeds")
+    for name, value in asked.items():
+        if name not in _READ and isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == tokens.shape[:2]:
+            raise InputError(
+                f"the argument {name} has a value for every token, of shape {tuple(value.shape)}; a pooled decoder "
+                "takes input_ids or inputs_embeds, attention_mask, position_ids, cu_seq_lens_q and seq_idx"
+            )
+
+
+def _run(original: Callable[..., Any], decoder: nn.Module, pooled: Pooled, asked: Mapping[str, Any]) -> Any:
+    """The layers on this rank's tokens of the pack."""
+    rest = {name: value for name, value in asked.items() if name not in _READ}
+    tokens = {"input_ids": pooled.ids} if pooled.ids is not None else {"inputs_embeds": pooled.embeds}
+    bind_checkpoints(decoder)
+    with running(pooled.pack):
+        return original(
+            decoder,
+            **tokens,
+            position_ids=pooled.positions,
+            use_cache=False,
+            return_dict=True,
+            **{**rest, KEY: pooled.pack},
+        )
+
+
+def _bring_home(out: Any, pooled: Pooled, stays: tuple[str, ...]) -> None:
+    """What the decoder returned for this rank's tokens becomes what it returns for this rank's rows."""
+    moved: dict[int, Tensor] = {}
+
+    def home(x: Tensor, name: str) -> Tensor:
+        if id(x) not in moved:
+            # Router logits have tokens first, and want (batch · seq, experts) in the end.
+            moved[id(x)] = pooled.home(x[None]).flatten(0, 1) if name == "router_logits" else pooled.home(x)
+        return moved[id(x)]
+
+    for name in [name for name in out if name not in stays]:
+        value = out[name]
+        if isinstance(value, Tensor):
+            out[name] = home(value, name)
+        elif isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
+            out[name] = tuple(home(x, name) for x in value)
+
+
+def _wants_dict(decoder: Any, asked: Mapping[str, Any]) -> bool:
+    asked_for = asked.get("return_dict")
+    return bool(getattr(getattr(decoder, "config", None), "return_dict", True) if asked_for is None else asked_for)

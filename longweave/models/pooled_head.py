@@ -1,0 +1,209 @@
+"""`lw.pool(model, head="pooled")`: the output layer and the loss run where the tokens are.
+
+    labels ─▶ targets, moved one place ─ travel with the ids ─┐
+    rows ─▶ pack ─▶ layers ─▶ hidden states ─▶ logits, some tokens at a time ─▶ log p(target) ─▶ rows ─▶ loss
+
+The owner of a giant document would else compute, and hold, its logits alone. Four bytes a token go home, and the loss
+is the one that the model would have returned. Calls without labels want logits, which are computed at home.
+
+The head's own forward turns hidden states into logits, whatever it does to them (softcaps, scales): it is called with
+`HiddenStates` in the place of tokens. A forward that somebody else puts in its place later, such as TRL's fused head,
+is given the pack's tokens as one row with `shift_labels`; hooks around the call bring what it returns home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longweave.errors import InputError
+from longweave.models.changes import Undo
+from longweave.models.loss import nll
+from longweave.models.pooled import Pooled
+from longweave.models.pooled_decoder import HiddenStates, arguments, gather, runs_alone
+from longweave.models.roles import is_model
+from longweave.models.running import KEY
+from longweave.tensors import eager, widened
+
+CHUNK = 1024  # tokens whose logits exist at once
+
+ENTROPY = "output_entropy"
+_DECODER = "_longweave_decoder"  # attribute of the module whose call is hooked
+
+# What heads return of every token. TRL's fused head knows them all.
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class Call(NamedTuple):
+    """What is known of a call of the head when it begins, and needed when it ends."""
+
+    home: Callable[[Tensor], Tensor]  # (1, tokens, …) → (batch, seq, …)
+    targets: Tensor  # (batch, seq)
+    shifted: bool  # by us: the last column predicts nothing
+    items: Any  # num_items_in_batch
+
+
+def pool_heads(model: nn.Module, undo: Undo) -> None:
+    """Change the causal language models inside `model`, or raise InputError where there is none."""
+    heads = [(name, module) for name, module in model.named_modules() if is_model(module) and _decoders(module)]
+    heads = [(name, module) for name, module in heads if hasattr(module, "lm_head")]
+    if not heads:
+        raise InputError(
+            f'{type(model).__name__} has no language-model head, which head="pooled" is about; leave head="home"'
+        )
+    for name, head in heads:
+        loss = getattr(getattr(head, "loss_function", None), "__name__", None)
+        if loss != "ForCausalLMLoss":
+            raise InputError(f'{type(head).__name__} has the loss {loss}; head="pooled" knows ForCausalLMLoss only')
+        (decoder,) = _decoders(head)
+        undo.replace(head, "forward", _head_forward)
+        undo.set(head, _DECODER, decoder)
+        entry = _entry(model, name)
+        undo.set(entry, _DECODER, decoder)
+        undo.hook(entry, _before, _after)
+
+
+def _decoders(module: nn.Module) -> list[nn.Module]:
+    return [part for part in list(module.modules())[1:] if is_model(part)]
+
+
+def _entry(model: nn.Module, name: str) -> nn.Module:
+    """The module that users call to run the head: PEFT calls the forward of what it wraps past its hooks."""
+    parts = name.split(".") if name else []
+    for depth in range(len(parts)):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if type(module).__module__.startswith("peft."):
+            return module
+    return model.get_submodule(name)
+
+
+# -- around a call ---------------------------------------------------------------------------------------
+
+
+@eager
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    asked = arguments(type(module).forward, args, kwargs)
+    if isinstance(asked.get(KEY), HiddenStates) or runs_alone(asked):
+        return None
+    return (), _enter(vars(module)[_DECODER], asked)
+
+
+@eager
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    ticket = kwargs.get(KEY)
+    call = ticket.call if isinstance(ticket, Pooled) else None
+    return None if call is None else _leave(module, call, out)
+
+
+def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the head, with the pack of all ranks' rows, and targets in the place of labels."""
+    targets, shifted = _targets(asked)
+    pooled = gather(decoder, asked, targets)
+    if targets is None:
+        return {**asked, KEY: pooled}
+    pooled.call = Call(pooled.home, targets, shifted, asked.get("num_items_in_batch"))
+    return {**asked, KEY: pooled, "labels": None, "shift_labels": pooled.targets}
+
+
+def _targets(asked: Mapping[str, Any]) -> tuple[Tensor | None, bool]:
+    """What every token of the rows should predict, −100 where nothing; and whether labels were shifted for it."""
+    ignored = asked.get("ignore_index", -100)
+    labels, shifted = asked.get("labels"), asked.get("shift_labels") is None
+    if not shifted:
+        labels = asked["shift_labels"]
+    if not isinstance(labels, Tensor):
+        return None, False
+    if shifted:
+        labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), ignored)], dim=1)
+    return labels.masked_fill(labels == ignored, -100), shifted
+
+
+def _leave(module: Any, call: Call, out: Any) -> Any:
+    """What the head returned for the pack's tokens becomes what it returns for this rank's rows."""
+    names = [name for name in _PER_TOKEN if out.get(name) is not None]
+    values = torch.stack([out[name].float() for name in names], dim=-1)
+    home = call.home(values)[:, : -1 if call.shifted else None]
+    for column, name in enumerate(names):
+        out[name] = home[..., column].to(out[name].dtype)
+    counted = call.targets[:, : -1 if call.shifted else None] != -100
+    if out.get("label_mask") is not None:
+        out["label_mask"] = counted
+    items = counted.sum().clamp(min=1) if call.items is None else call.items
+    loss = -out["log_probs"].sum() / (items.to(home.device) if isinstance(items, Tensor) else items)
+    if out.get("aux_loss") is not None:
+        config = module.config.get_text_config()
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * out["aux_loss"]
+    out["loss"] = loss
+    return out
+
+
+# -- the head itself -------------------------------------------------------------------------------------
+
+
+def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward in the place of `original`, the unbound forward of a causal language model's class."""
+
+    @wraps(original)
+    @eager
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        asked = arguments(original, args, kwargs)
+        if runs_alone(asked) or isinstance(asked.get(KEY), HiddenStates):
+            return original(self, **asked)
+        here = KEY not in asked  # called past the hooks
+        if here:
+            asked = _enter(vars(self)[_DECODER], asked)
+        pooled: Pooled = asked[KEY]
+        if pooled.call is None:
+            return original(self, **asked)
+        out = _in_chunks(self, original, pooled, asked)
+        return _leave(self, pooled.call, out) if here else out
+
+    return forward
+
+
+def _in_chunks(head: Any, original: Callable[..., Any], pooled: Pooled, asked: dict[str, Any]) -> Any:
+    """log p of every target, and the entropy if asked for, from logits of which only a part exists at a time."""
+    wants_entropy = bool(asked.pop(ENTROPY, False))
+    states = vars(head)[_DECODER](**{k: v for k, v in asked.items() if k != "logits_to_keep"}, return_dict=True)
+    hidden, targets = states.last_hidden_state, pooled.targets
+    assert targets is not None
+    router = {"output_router_logits": False} if hasattr(head.config, "output_router_logits") else {}
+
+    def part(h: Tensor, t: Tensor) -> Tensor:
+        ticket = HiddenStates(type(states)(last_hidden_state=h))
+        logits = widened(original(head, return_dict=True, **{KEY: ticket, **router}).logits[0])
+        columns = [-nll(logits, t[0], -100)]
+        if wants_entropy:
+            columns.append(_entropy(logits).masked_fill(t[0] == -100, 0))
+        return torch.stack(columns, dim=-1)
+
+    parts = [
+        checkpoint(part, hidden[:, i : i + CHUNK], targets[:, i : i + CHUNK], use_reentrant=False)
+        for i in range(0, hidden.shape[1], CHUNK)
+    ]
+    values = torch.cat(parts)[None]
+    aux = None
+    if getattr(states, "router_logits", None) is not None:
+        # The head's own balancing loss, from the router logits of this rank's rows.
+        ticket = HiddenStates(type(states)(last_hidden_state=hidden[:, :0], router_logits=states.router_logits))
+        options = {"attention_mask": asked.get("attention_mask"), "output_router_logits": True, KEY: ticket}
+        aux = original(head, return_dict=True, **options).aux_loss
+    from longweave.models.outputs import PooledHeadOutput  # needs transformers, as models that come here do
+
+    return PooledHeadOutput(
+        log_probs=values[..., 0],
+        entropy=values[..., 1] if wants_entropy else None,
+        aux_loss=aux,
+        hidden_states=states.get("hidden_states"),
+        router_logits=states.get("router_logits"),
+    )
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    log_p = torch.log_softmax(logits, dim=-1)
+    return -(log_p.exp() * log_p).sum(-1)

@@ -1,0 +1,111 @@
+"""What a trainer gives a model, read as documents: rows with padding, packed rows, or both.
+
+    input_ids       · · a b c d        attention_mask 0: padding, left or right of the tokens
+                    e f g · · ·
+    position_ids    0 1 2 0 1 0        packed: a document begins where they do not go on by one; likewise where
+                    └─ h ─┘└ i ┘j      seq_idx changes, and at cu_seq_lens_q
+
+    documents       a b c d │ e f g │ h h h │ i i │ j      one after another, without padding
+
+Nothing is sent here, and nothing is moved: `Rows` says where the tokens are, and brings values of tokens back there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longweave.errors import InputError
+from longweave.models.packing import kept_tokens
+from longweave.plan.ranges import Ints, as_cu_seqlens
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one rank's batch: (batch, seq), and the places of their tokens."""
+
+    batch: int
+    seq: int
+    lengths: Ints  # of the documents, in the order of the tokens
+    positions: Tensor  # (tokens, planes): as the model would count them; most models have one plane
+    planes: tuple[int, ...]  # of position_ids, in front of (batch, seq)
+    places: Tensor | None  # of the tokens among all places; None if every place holds one
+
+    @property
+    def tokens(self) -> int:
+        return len(self.positions)
+
+    def take(self, x: Tensor) -> Tensor:
+        """(batch, seq, …) → (tokens, …)."""
+        flat = x.reshape(self.batch * self.seq, *x.shape[2:])
+        return flat if self.places is None else flat.index_select(0, self.places)
+
+    def put(self, x: Tensor) -> Tensor:
+        """(tokens, …) → (batch, seq, …), with zeros at padding."""
+        if self.places is not None:
+            empty = x.new_zeros((self.batch * self.seq, *x.shape[1:]))
+            x = empty.index_copy(0, self.places, x)
+        return x.reshape(self.batch, self.seq, *x.shape[1:])
+
+
+def read_rows(shape: torch.Size, device: torch.device, given: Mapping[str, Any]) -> Rows:
+    """Of tokens (batch, seq) and the arguments of the model's forward that came with them. Raises InputError."""
+    if len(shape) != 2:
+        raise InputError(f"the tokens have the shape {tuple(shape)}; give rows: (batch, seq)")
+    batch, seq = shape
+    mask = given.get("attention_mask")
+    keep = np.ones((batch, seq), dtype=bool) if mask is None else kept_tokens(mask, batch, seq)
+    places = np.flatnonzero(keep)
+    whole = len(places) == batch * seq
+    positions, planes = _positions(given.get("position_ids"), batch, seq, device)
+    at = None if whole else torch.from_numpy(places).to(device)
+    rows = positions if at is None else positions.index_select(0, at)
+    begins = _begins(places, seq, rows if given.get("position_ids") is not None else None, given, whole)
+    lengths = np.diff(np.append(np.flatnonzero(begins), len(places)))
+    return Rows(batch, seq, lengths, rows, planes, at)
+
+
+def _positions(given: Any, batch: int, seq: int, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    """(batch · seq, planes): those that were given, else the column, as models count that are given none."""
+    if given is None:
+        return torch.arange(seq, device=device).repeat(batch)[:, None], ()
+    if not isinstance(given, Tensor) or given.ndim < 2 or given.shape[-1] != seq or given.shape[-2] not in (1, batch):
+        shown = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise InputError(f"position_ids is {shown} for tokens of {(batch, seq)}; give one entry per token")
+    planes = tuple(given.shape[:-2])
+    flat = given.to(device).expand(*planes, batch, seq).reshape(-1, batch * seq)
+    return flat.T.long(), planes
+
+
+def _begins(places: Ints, seq: int, positions: Tensor | None, given: Mapping[str, Any], whole: bool) -> Flags:
+    """Which tokens begin a document."""
+    begins: Flags = np.diff(places // max(seq, 1), prepend=-1) != 0
+    cu = given.get("cu_seq_lens_q")
+    if cu is not None:
+        borders = as_cu_seqlens(cu)
+        if not whole or int(borders[-1]) != len(places):
+            raise InputError(
+                f"cu_seq_lens_q ends at {borders[-1]}, but the batch has {len(places)} tokens; give the borders of "
+                "packed tokens without padding"
+            )
+        begins[borders[:-1][np.diff(borders) > 0]] = True
+        return begins
+    index = given.get("seq_idx")
+    if index is not None:
+        if not isinstance(index, Tensor) or index.numel() * seq == 0 or index.numel() % seq:
+            raise InputError("seq_idx has another shape than the tokens; give the number of each token's document")
+        of_tokens = index.reshape(-1).cpu().numpy()[places]
+        begins[1:] |= np.diff(of_tokens) != 0
+        return begins
+    if positions is not None:
+        first = positions[:, 0].cpu().numpy()
+        begins[1:] |= np.diff(first) != 1
+    return begins
