@@ -90,12 +90,19 @@ def said(facts: Sequence[Fact], problem: Exception | None) -> list[int]:
     return [*digests, *[0] * (MOST_FACTS - len(digests)), int(problem is not None)]
 
 
-def judge(comm: Comm, everyone: Sequence[Sequence[int]], facts: Sequence[Fact], problem: Exception | None) -> None:
-    """Raise what `compare` raises, from what all ranks `said`."""
+def judge(
+    comm: Comm,
+    everyone: Sequence[Sequence[int]],
+    facts: Sequence[Fact],
+    problem: Exception | None,
+    reasons: Sequence[str] | None = None,
+) -> None:
+    """Raise what `compare` raises, from what all ranks `said`. `reasons`: why each refuses, where that is known."""
     _raise(problem)
     refused = [rank for rank, theirs in enumerate(everyone) if theirs[-1]]
     if refused:
-        raise GroupError(f"{named(refused)} of the group refused this call; see the error there. Nothing was sent.")
+        why = "; see the error there" if reasons is None else f": {reasons[refused[0]]}"
+        raise GroupError(f"{named(refused)} of the group refused this call{why}. Nothing was sent.")
     for column, fact in enumerate(facts) if _checking.get() else ():
         _compare_column([theirs[column] for theirs in everyone], fact, comm)
 

@@ -34,6 +34,8 @@ from longweave.plan.ranges import Ints
 from longweave.plan.routing import route
 from longweave.tokens import TokenRoute
 
+_SAID = 8 * (MOST_FACTS + 1)  # bytes of what `said` tells, in front of a message
+
 
 @dataclass(frozen=True)
 class Pooling:
@@ -88,20 +90,21 @@ class Pooled:
 
 
 def gather_rows(
-    pooling: Pooling, asked: Mapping[str, Any], kind: str, check: Callable[[], None], targets: Tensor | None = None
+    pooling: Pooling, asked: Mapping[str, Any], kind: str, targets_of: Callable[[Rows], Tensor | None]
 ) -> Pooled:
     """Meet the other ranks, and make one pack of the documents of all.
 
-    asked: the arguments of the decoder. kind: what must be the same on every rank. check: raises if this rank's call
-    is wrong; all ranks then raise. targets: (batch, seq), what each token predicts, where that travels along.
+    asked: the arguments of the decoder. kind: what must be the same on every rank. targets_of: gives (batch, seq), what
+    each token predicts, where that travels along; raises where this rank's call is wrong. Then all ranks raise.
     """
     comm = resolve(group_named(pooling.group))
     rows: Rows | None = None
+    targets: Tensor | None = None
     problem: Exception | None = None
     ids, embeds = asked.get("input_ids"), asked.get("inputs_embeds")
     try:
         rows = _read(ids, embeds, asked)
-        check()
+        targets = targets_of(rows)
     except Exception as error:
         problem = error
     try:
@@ -138,11 +141,13 @@ def _all_lengths(comm: Comm, pooling: Pooling, rows: Rows | None, kind: str, pro
         f"every rank must call it alike, in the same mode and with the same options; this rank's call is: {kind}",
     )
     facts = [ledger_of(comm).fact(), same_call]
-    own = np.array([*said(facts, problem), *(() if rows is None else rows.lengths)], dtype=np.int64)
-    found = store_all_gather(comm, own.tobytes(), pooling.wait, "the forward of a pooled model")
-    everyone = [np.frombuffer(message, dtype=np.int64) for message in found]
-    judge(comm, [row[: MOST_FACTS + 1].tolist() for row in everyone], facts, problem)
-    return [row[MOST_FACTS + 1 :] for row in everyone]
+    own = np.array(said(facts, problem), dtype=np.int64).tobytes()
+    own += rows.lengths.tobytes() if problem is None and rows is not None else f"{problem}".encode()
+    found = store_all_gather(comm, own, pooling.wait, "the forward of a pooled model")
+    everyone = [np.frombuffer(message[:_SAID], dtype=np.int64).tolist() for message in found]
+    reasons = [f"{message[_SAID:].decode()}" if row[-1] else "" for row, message in zip(everyone, found, strict=True)]
+    judge(comm, everyone, facts, problem, reasons)
+    return [np.frombuffer(message[_SAID:], dtype=np.int64) for message in found]
 
 
 def _core(comm: Comm, pooling: Pooling, cu_seqlens: Ints, home: Layout) -> PackCore:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from longweave.errors import InputError
 from longweave.models.adapters import NAME
 from longweave.models.changes import bind_checkpoints
-from longweave.models.pooled import Pooled, Pooling, gather_rows
+from longweave.models.pooled import Pooled, gather_rows
+from longweave.models.rows import Rows
 from longweave.models.running import KEY, Alone, current, running
 from longweave.tensors import eager
 
@@ -82,16 +83,22 @@ def runs_alone(asked: Mapping[str, Any]) -> bool:
     return isinstance(current(), Alone) or wants_cache or asked.get("past_key_values") is not None
 
 
-def gather(decoder: nn.Module, asked: Mapping[str, Any], targets: Tensor | None = None) -> Pooled:
+def gather(
+    decoder: nn.Module, asked: Mapping[str, Any], head: str = "home", targets_of: Callable[[Rows], Any] | None = None
+) -> Pooled:
     """The rows of all ranks as one pack; see `gather_rows`."""
-    pooling: Pooling = vars(decoder)[POOLING]
-    return gather_rows(pooling, asked, _kind(decoder, asked, targets), lambda: _check(decoder, asked), targets)
+
+    def checked(rows: Rows) -> Tensor | None:
+        _check(decoder, asked, rows)
+        return None if targets_of is None else targets_of(rows)
+
+    return gather_rows(vars(decoder)[POOLING], asked, _kind(decoder, asked, head), checked)
 
 
-def _kind(decoder: nn.Module, asked: Mapping[str, Any], targets: Tensor | None) -> str:
+def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
     """What must be the same on every rank: else some would wait for messages that others never send."""
     embeds = asked.get("inputs_embeds")
-    tokens = f"embeddings {embeds.dtype} {embeds.shape[-1]}" if isinstance(embeds, Tensor) else "ids"
+    tokens = f"embeddings {embeds.dtype} {tuple(embeds.shape[2:])}" if isinstance(embeds, Tensor) else "ids"
     device = next((p.device.type for p in decoder.parameters()), "cpu")
     modes = {
         "gradients": torch.is_grad_enabled(),
@@ -100,14 +107,14 @@ def _kind(decoder: nn.Module, asked: Mapping[str, Any], targets: Tensor | None) 
         "gradient of the embeddings": isinstance(embeds, Tensor) and embeds.requires_grad,
         "checkpointing": getattr(decoder, "gradient_checkpointing", False),
         "autocast": torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)),
-        "head": "home" if targets is None else "pooled",
+        "head": head,
     }
     options = {name: value for name, value in sorted(asked.items()) if isinstance(value, bool | str)}
     shown = ", ".join(f"{name} {value}" for name, value in {**modes, **options}.items() if value is not False)
     return f"{type(decoder).__name__} on {tokens}, with {shown}"
 
 
-def _check(decoder: Any, asked: Mapping[str, Any]) -> None:
+def _check(decoder: Any, asked: Mapping[str, Any], rows: Rows) -> None:
     config = getattr(decoder, "config", None)
     implementation = getattr(config, "_attn_implementation", NAME)
     if implementation != NAME:
@@ -117,9 +124,8 @@ def _check(decoder: Any, asked: Mapping[str, Any]) -> None:
         )
     if asked.get("output_attentions") or getattr(config, "output_attentions", False):
         raise InputError("a pooled model never holds attention weights; call it without output_attentions")
-    tokens: Any = asked.get("input_ids") if asked.get("input_ids") is not None else asked.get("inputs_embeds")
     for name, value in asked.items():
-        if name not in _READ and isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == tokens.shape[:2]:
+        if name not in _READ and isinstance(value, Tensor) and value.shape[:2] == (rows.batch, rows.seq):
             raise InputError(
                 f"the argument {name} has a value for every token, of shape {tuple(value.shape)}; a pooled decoder "
                 "takes input_ids or inputs_embeds, attention_mask, position_ids, cu_seq_lens_q and seq_idx"

@@ -27,6 +27,7 @@ from longweave.models.loss import nll
 from longweave.models.pooled import Pooled
 from longweave.models.pooled_decoder import HiddenStates, arguments, gather, runs_alone
 from longweave.models.roles import is_model
+from longweave.models.rows import Rows
 from longweave.models.running import KEY
 from longweave.tensors import eager, widened
 
@@ -102,31 +103,38 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the head, with the pack of all ranks' rows, and targets in the place of labels."""
-    targets, shifted = _targets(asked)
-    pooled = gather(decoder, asked, targets)
-    if targets is None:
-        return {**asked, KEY: pooled}
+    if asked.get("labels") is None and asked.get("shift_labels") is None:
+        return {**asked, KEY: gather(decoder, asked)}
+    shifted = asked.get("shift_labels") is None
+    targets: Tensor | None = None
+
+    def targets_of(rows: Rows) -> Tensor:
+        nonlocal targets
+        targets = _targets(asked, rows)
+        return targets
+
+    pooled = gather(decoder, asked, "pooled", targets_of)
+    assert targets is not None
     pooled.call = Call(pooled.home, targets, shifted, asked.get("num_items_in_batch"))
     return {**asked, KEY: pooled, "labels": None, "shift_labels": pooled.targets}
 
 
-def _targets(asked: Mapping[str, Any]) -> tuple[Tensor | None, bool]:
-    """What every token of the rows should predict, −100 where nothing; and whether labels were shifted for it."""
-    ignored = asked.get("ignore_index", -100)
-    labels, shifted = asked.get("labels"), asked.get("shift_labels") is None
-    if not shifted:
-        labels = asked["shift_labels"]
-    if not isinstance(labels, Tensor):
-        return None, False
-    if shifted:
-        labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), ignored)], dim=1)
-    return labels.masked_fill(labels == ignored, -100), shifted
+def _targets(asked: Mapping[str, Any], rows: Rows) -> Tensor:
+    """What every token of the rows should predict, −100 where nothing."""
+    name = "labels" if asked.get("shift_labels") is None else "shift_labels"
+    labels, ignored = asked[name], asked.get("ignore_index", -100)
+    if not isinstance(labels, Tensor) or labels.shape != (rows.batch, rows.seq) or labels.dtype.is_floating_point:
+        shown = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise InputError(f"{name} is {shown} for tokens of {(rows.batch, rows.seq)}; give an integer for every token")
+    if name == "labels" and rows.seq:
+        labels = torch.cat([labels[:, 1:], labels.new_full((rows.batch, 1), ignored)], dim=1)
+    return labels.masked_fill(labels == ignored, -100)
 
 
 def _leave(module: Any, call: Call, out: Any) -> Any:
     """What the head returned for the pack's tokens becomes what it returns for this rank's rows."""
     names = [name for name in _PER_TOKEN if out.get(name) is not None]
-    values = torch.stack([out[name].float() for name in names], dim=-1)
+    values = torch.stack([widened(out[name]) for name in names], dim=-1)
     home = call.home(values)[:, : -1 if call.shifted else None]
     for column, name in enumerate(names):
         out[name] = home[..., column].to(out[name].dtype)

@@ -12,6 +12,7 @@ Nothing is sent here, and nothing is moved: `Rows` says where the tokens are, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ def read_rows(shape: torch.Size, device: torch.device, given: Mapping[str, Any])
     positions, planes = _positions(given.get("position_ids"), batch, seq, device)
     at = None if whole else torch.from_numpy(places).to(device)
     rows = positions if at is None else positions.index_select(0, at)
-    begins = _begins(places, seq, rows if given.get("position_ids") is not None else None, given, whole)
+    begins = _begins(places, batch, seq, rows if given.get("position_ids") is not None else None, given, whole)
     lengths = np.diff(np.append(np.flatnonzero(begins), len(places)))
     return Rows(batch, seq, lengths, rows, planes, at)
 
@@ -81,11 +82,13 @@ def _positions(given: Any, batch: int, seq: int, device: torch.device) -> tuple[
         shown = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
         raise InputError(f"position_ids is {shown} for tokens of {(batch, seq)}; give one entry per token")
     planes = tuple(given.shape[:-2])
-    flat = given.to(device).expand(*planes, batch, seq).reshape(-1, batch * seq)
+    flat = given.to(device).expand(*planes, batch, seq).reshape(math.prod(planes), batch * seq)
     return flat.T.long(), planes
 
 
-def _begins(places: Ints, seq: int, positions: Tensor | None, given: Mapping[str, Any], whole: bool) -> Flags:
+def _begins(
+    places: Ints, batch: int, seq: int, positions: Tensor | None, given: Mapping[str, Any], whole: bool
+) -> Flags:
     """Which tokens begin a document."""
     begins: Flags = np.diff(places // max(seq, 1), prepend=-1) != 0
     cu = given.get("cu_seq_lens_q")
@@ -100,7 +103,7 @@ def _begins(places: Ints, seq: int, positions: Tensor | None, given: Mapping[str
         return begins
     index = given.get("seq_idx")
     if index is not None:
-        if not isinstance(index, Tensor) or index.numel() * seq == 0 or index.numel() % seq:
+        if not isinstance(index, Tensor) or index.numel() != batch * seq:
             raise InputError("seq_idx has another shape than the tokens; give the number of each token's document")
         of_tokens = index.reshape(-1).cpu().numpy()[places]
         begins[1:] |= np.diff(of_tokens) != 0
