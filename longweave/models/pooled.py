@@ -42,6 +42,7 @@ class Pooling:
     """How a decoder is pooled. It belongs to the decoder."""
 
     group: str | None  # its name; None is the default group
+    head: str
     layout: str
     mask: str
     ways: dict[str, Any]  # strategy, method, backend, options of the pack

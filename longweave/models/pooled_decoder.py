@@ -7,6 +7,7 @@ rows that met in the head     (`longweave.models.pooled_head`) run the layers, l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from longweave.errors import InputError
 from longweave.models.adapters import NAME
 from longweave.models.changes import bind_checkpoints
-from longweave.models.pooled import Pooled, gather_rows
+from longweave.models.pooled import Pooled, Pooling, gather_rows
 from longweave.models.rows import Rows
 from longweave.models.running import KEY, Alone, current, running
 from longweave.tensors import eager
@@ -52,7 +53,10 @@ def decoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         ticket = asked.get(KEY)
         if isinstance(ticket, HiddenStates):
             return ticket.output
-        pooled = ticket if isinstance(ticket, Pooled) else gather(self, asked)
+        if not isinstance(ticket, Pooled):
+            _warn_of_head(vars(self)[POOLING])
+            ticket = gather(self, asked)
+        pooled = ticket
         out = _run(original, self, pooled, asked)
         _bring_home(out, pooled, stays=("last_hidden_state",) if pooled.targets is not None else ())
         return out if _wants_dict(self, asked) else out.to_tuple()
@@ -112,6 +116,16 @@ def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
     options = {name: value for name, value in sorted(asked.items()) if isinstance(value, bool | str)}
     shown = ", ".join(f"{name} {value}" for name, value in {**modes, **options}.items() if value is not False)
     return f"{type(decoder).__name__} on {tokens}, with {shown}"
+
+
+def _warn_of_head(pooling: Pooling) -> None:
+    if pooling.head == "pooled":
+        warnings.warn(
+            'head="pooled", but the decoder was called by itself: its hidden states come home, and what follows runs '
+            "there. If the trainer puts LoRA on the model, put it on before: model = peft.get_peft_model(model, ...), "
+            'lw.pool(model, head="pooled")',
+            stacklevel=4,
+        )
 
 
 def _check(decoder: Any, asked: Mapping[str, Any], rows: Rows) -> None:
