@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from trainer_runs import compared
 
 from longweave.launch import Ranks
@@ -17,12 +18,16 @@ from longweave.models.pooled import Pooled
 FULL = bool(os.environ.get("LONGWEAVE_FULL"))
 CUT, AUTO = {"layout": "zigzag"}, {"layout": "auto"}
 POOLED = {"layout": "zigzag", "head": "pooled"}
+# In float32, transformers' own linear attention is more than 1e-5 away from itself in float64. TRL's kernels have no
+# float64.
+HYBRID = {"family": "qwen3_5", "dtype": torch.float64}
+HYBRID_32 = {"family": "qwen3_5"}
 
 # trainer, ranks, options of lw.pool, options of the run
 CASES = [
     ("trainer", 2, CUT, {}),
     ("trainer", 3, AUTO, {"side": "left"}),
-    ("trainer", 4, CUT, {"family": "qwen3_5"}),
+    ("trainer", 4, CUT, HYBRID),
     ("trainer", 2, AUTO, {"family": "gpt_oss"}),
     ("trainer", 2, POOLED, {"family": "qwen3_moe", "gradient_accumulation_steps": 2, "gradient_checkpointing": True}),
     ("sft", 2, CUT, {}),
@@ -32,21 +37,21 @@ CASES = [
     ("sft", 2, CUT, {"lora_inside": True}),
     ("dpo", 2, POOLED, {}),
     ("grpo", 2, POOLED, {}),
-    ("grpo", 3, CUT, {"family": "qwen3_5"}),
+    ("grpo", 3, CUT, HYBRID_32),
     ("reward", 2, CUT, {}),
     ("accelerate", 2, CUT, {}),
     ("fabric", 2, CUT, {}),
     ("loop", 4, CUT, {}),
-    ("loop", 3, POOLED, {"wrapper": "fsdp", "family": "qwen3_5", "checkpointing": True}),
+    ("loop", 3, POOLED, {**HYBRID, "wrapper": "fsdp", "checkpointing": True}),
 ]
 MORE = [
-    *(("trainer", size, how, {"family": family, "side": side})
-      for size in (2, 3, 4) for how in (CUT, AUTO, POOLED) for family in ("llama", "qwen3_5", "gpt_oss", "qwen3_moe")
-      for side in ("left", "right")),
+    *(("trainer", size, how, {**family, "side": side})
+      for size in (2, 3, 4) for how in (CUT, AUTO, POOLED) for side in ("left", "right")
+      for family in ({}, HYBRID, {"family": "gpt_oss"}, {"family": "qwen3_moe"})),
     *((name, size, how, {}) for name in ("sft", "dpo", "grpo", "reward", "accelerate", "fabric", "loop")
       for size in (2, 3, 4) for how in (CUT, AUTO, *([POOLED] if name != "reward" else []))),
     *(("sft", size, how, {"packing": True}) for size in (2, 3, 4) for how in (CUT, AUTO, POOLED)),
-    *((name, 2, how, {"family": "qwen3_5"}) for name in ("sft", "dpo", "grpo", "reward") for how in (CUT, AUTO)),
+    *((name, 2, how, HYBRID_32) for name in ("sft", "dpo", "grpo", "reward") for how in (CUT, AUTO)),
 ]  # fmt: skip
 
 
@@ -54,7 +59,7 @@ MORE = [
 def test_trainers_see_data_parallelism(ranks: Ranks, name: str, size: int, how: dict, options: dict) -> None:
     for loss, norm, weights in ranks.run(compared, name, how, size=size, timeout=300, **options):
         assert loss < 1e-5
-        assert norm < 1e-5
+        assert norm < (5e-5 if options == HYBRID_32 else 1e-5)
         assert weights < 1e-6
 
 

@@ -23,7 +23,6 @@ import longweave as lw
 
 STEPS = 10
 WORDS = 90
-DTYPES = {"qwen3_5": torch.float64}
 
 
 @dataclass
@@ -74,9 +73,8 @@ def as_launched() -> Any:
         os.environ.update(before)
 
 
-def model_of(family: str) -> nn.Module:
-    """Hybrids in float64: in float32, transformers' own linear attention is more than 1e-5 away from the truth."""
-    model = build(family, DTYPES.get(family, torch.float32))
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = build(family, dtype)
     model.set_attn_implementation("sdpa" if family != "gpt_oss" else "eager")
     return model
 
@@ -154,12 +152,18 @@ def pooled(model: nn.Module, how: dict[str, Any] | None) -> nn.Module:
 # -- the trainers ----------------------------------------------------------------------------------------
 
 
-def hf_trainer(how: dict[str, Any] | None, family: str = "llama", side: str = "right", **changes: Any) -> Record:
+def hf_trainer(
+    how: dict[str, Any] | None,
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    side: str = "right",
+    **changes: Any,
+) -> Record:
     """Also evaluates and predicts: metrics come from logits that must lie where their rows are."""
     from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
     with as_launched() as folder:
-        record, model = Record(), pooled(model_of(family), how)
+        record, model = Record(), pooled(model_of(family, dtype), how)
         data = examples(STEPS * 3 * dist.get_world_size() * 2)
         for example in data:  # else a padding token would have to predict the first token of a left-padded row
             example["labels"][0] = -100
@@ -334,12 +338,18 @@ def fabric(how: dict[str, Any] | None, family: str = "llama", **changes: Any) ->
         return left(model, record)
 
 
-def own_loop(how: dict[str, Any] | None, family: str = "llama", wrapper: str = "ddp", **changes: Any) -> Record:
+def own_loop(
+    how: dict[str, Any] | None,
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    wrapper: str = "ddp",
+    checkpointing: bool = False,
+) -> Record:
     """Plain PyTorch: DDP, or FSDP2 over the same ranks."""
     from transformers import DataCollatorForSeq2Seq
 
-    record, model = Record(), pooled(model_of(family), how)
-    if changes.pop("checkpointing", False):
+    record, model = Record(), pooled(model_of(family, dtype), how)
+    if checkpointing:
         model.gradient_checkpointing_enable()
     world, rank = dist.get_world_size(), dist.get_rank()
     if wrapper == "ddp":
@@ -378,8 +388,7 @@ RUNS: dict[str, Callable[..., Record]] = {
 
 def compared(name: str, how: dict[str, Any], **options: Any) -> tuple[float, float, float]:
     """The largest differences of losses, gradient norms and weights between a run without `lw.pool` and one with it."""
-    family = options.get("family", "llama")
-    with exact(DTYPES.get(family, torch.float32), family):
+    with exact(options.get("dtype", torch.float32), options.get("family", "llama")):
         plain, shared = (RUNS[name](each, **options) for each in (None, how))
     assert len(plain.losses) == len(shared.losses) == STEPS
     loss = max(abs(a - b) / max(abs(a), 1) for a, b in zip(plain.losses, shared.losses, strict=True))
