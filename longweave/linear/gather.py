@@ -114,7 +114,8 @@ class _GatherRecompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_local: Tensor) -> tuple[Tensor | None, ...]:
         run, shards = ctx.run, ctx.run.shards
-        saved, params = ctx.saved_tensors[: run.count], ctx.saved_tensors[run.count :]
+        kept = ctx.saved_tensors  # asked for once: a checkpoint unpacks only once
+        saved, params = kept[: run.count], kept[run.count :]
         needs = ctx.needs_input_grad[1 : 1 + run.count]
         xs = [shards.gather(x.detach()).requires_grad_(need) for x, need in zip(saved, needs, strict=True)]
         with ctx.surroundings.again(), torch.enable_grad():

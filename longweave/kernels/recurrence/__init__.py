@@ -71,7 +71,8 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, states = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # asked for once: a checkpoint unpacks only once
+        inputs, states = saved[: ctx.count], saved[ctx.count :]
         chunked = ChunkedInputs(ctx.mixer, inputs, ctx.table, pullbacks=True)
         if d_out is None:
             H, _, V = chunked.state_shape

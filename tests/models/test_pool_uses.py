@@ -1,0 +1,291 @@
+"""lw.pool in use: generation, caches, other heads, sub-groups, autocast, compiled layers, copies, saved models."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import CU, FAMILIES, VOCAB, Expected, build, data, exact
+from pool_rows import places_of, rows, valid
+from reference import worst
+from test_families import expected
+from test_parallelize import snapshot
+from test_pool import check_gradients
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+import longweave as lw
+from longweave.launch import Ranks
+
+# -- alone on a rank ---------------------------------------------------------------------------------
+
+
+def generating(family: str, head: str) -> None:
+    """Only one rank generates, another only reads on with a cache: nobody waits for anybody."""
+    plain = build(family, torch.float32).eval()
+    model = lw.pool(copy.deepcopy(plain), layout="zigzag", head=head, wait=5)
+    prompts, _ = rows("left", 0, 2)
+    prompts = {name: prompts[name] for name in ("input_ids", "attention_mask")}
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    for cached in (True, False):
+        if dist.get_rank() == 0:
+            want = plain.generate(**prompts, **options, use_cache=cached)
+            assert model.generate(**prompts, **options, use_cache=cached).equal(want)
+        else:
+            ids = data().ids[None, :9]
+            with torch.no_grad():
+                first = model(ids[:, :6], use_cache=True)
+                then = model(ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
+                want = plain(ids, use_cache=True)
+            assert worst(then.logits, want.logits[:, 6:]) < 1e-4
+    assert model.config._attn_implementation == "longweave"
+    given, _ = rows("right", dist.get_rank(), 2)
+    out = model(**given)  # and together again
+    with torch.no_grad():
+        mine = plain(**given)
+    assert worst(out.loss, mine.loss) < 1e-4
+
+
+@pytest.mark.parametrize("head", ["home", "pooled"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_generation_and_caches_concern_their_rank_only(ranks: Ranks, family: str, head: str) -> None:
+    ranks.run(generating, family, head, size=2)
+
+
+# -- heads -------------------------------------------------------------------------------------------
+
+
+class ValueHead(nn.Module):
+    """A critic, as RL trainers build it: a model of their own around a decoder."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.value = backbone, nn.Linear(32, 1).double()
+
+    def forward(self, **given: Tensor) -> Tensor:
+        return self.value(self.backbone(**given).last_hidden_state)[..., 0]
+
+
+def of_kind(kind: str, family: str) -> nn.Module:
+    config = build(family).config
+    config.num_labels = 3
+    torch.manual_seed(0)
+    if kind == "classes of rows":
+        model = AutoModelForSequenceClassification.from_config(config)
+    elif kind == "classes of tokens":
+        model = AutoModelForTokenClassification.from_config(config)
+    else:
+        model = AutoModel.from_config(config)
+    model = model.double()
+    return ValueHead(model) if kind == "values" else model
+
+
+def result(kind: str, model: nn.Module, given: dict[str, Tensor], keep: Tensor) -> Tensor:
+    out = model(**given)
+    if kind == "embeddings":  # the mean over a row's tokens
+        mask = keep[..., None]
+        return (out.last_hidden_state * mask).sum(1) / mask.sum(1).clamp(min=1)
+    if kind == "classes of rows":
+        return out.logits
+    return (out if kind == "values" else out.logits)[keep]
+
+
+def any_head(kind: str, family: str) -> None:
+    given, keep = rows("right", dist.get_rank(), dist.get_world_size())
+    given = {name: given[name] for name in ("input_ids", "attention_mask")}
+    found = []
+    for how in (None, {"layout": "zigzag"}):
+        model = of_kind(kind, family)
+        if how is not None:
+            lw.pool(model, **how)
+        with exact(torch.float64, family):
+            y = result(kind, model, given, keep)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            (y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum().backward()
+        lw.reduce_gradients(model)
+        found.append((y.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (want, grads), (got, others) = found
+    assert worst(got, want) < 1e-9
+    for name, grad in grads.items():
+        if grad is not None:
+            assert worst(others[name], grad) < 1e-9, name
+
+
+@pytest.mark.parametrize("kind", ["classes of rows", "classes of tokens", "embeddings", "values"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_any_head_runs_at_home(ranks: Ranks, kind: str, family: str) -> None:
+    ranks.run(any_head, kind, family, size=3)
+
+
+def per_token() -> None:
+    """What a pooled head returns in the place of logits."""
+    plain = build("gemma2")  # caps its logits
+    model = lw.pool(copy.deepcopy(plain), layout="zigzag", head="pooled")
+    given, keep = rows("right", dist.get_rank(), dist.get_world_size())
+    with exact(torch.float64, "gemma2"):
+        out = model(**given, output_entropy=True, output_hidden_states=True)
+        want = plain(**given)
+        free = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
+    logp = torch.log_softmax(want.logits[:, :-1], -1)
+    labels = given["labels"][:, 1:]
+    counts = labels != -100
+    expected_logp = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(~counts, 0)
+    assert worst(out.log_probs, expected_logp) < 1e-9
+    assert worst(out.entropy, -(logp.exp() * logp).sum(-1).masked_fill(~counts, 0)) < 1e-9
+    assert worst(out.loss, want.loss) < 1e-9
+    assert len(out.hidden_states) == 3
+    assert worst(free.logits[keep], want.logits[keep]) < 1e-9
+    with exact(torch.float64, "gemma2"):
+        moved = torch.cat([given["labels"][:, 1:], torch.full_like(given["labels"][:, :1], -100)], 1)
+        again = model(**{**given, "labels": None}, shift_labels=moved)
+    assert again.log_probs.shape == moved.shape
+    assert worst(again.log_probs[:, :-1], out.log_probs) < 1e-12
+    assert worst(again.loss, out.loss) < 1e-12
+
+
+def test_a_pooled_head_returns_log_probabilities(ranks: Ranks) -> None:
+    ranks.run(per_token, size=2)
+
+
+# -- groups, precision, compilers --------------------------------------------------------------------
+
+
+def in_a_sub_group(want: Expected) -> None:
+    """Ranks 1 and 3 share, ranks 0 and 2 share; the group rank of 3 and 2 is 1."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
+    group = world["cp"]
+    model = lw.pool(build("qwen3_5"), group, layout="zigzag")
+    with exact(torch.float64, "qwen3_5"):
+        given, _ = rows("right", group.get_local_rank(), 2)
+        model(**given, num_items_in_batch=valid(data())).loss.backward()
+    lw.reduce_gradients(model, group)
+    for name, p in model.named_parameters():
+        assert worst(p.grad, want.grads[name]) < 1e-9, name
+
+
+def test_a_sub_group_shares_inside_itself(ranks: Ranks) -> None:
+    ranks.run(in_a_sub_group, expected("qwen3_5"), size=4)
+
+
+def under_autocast() -> None:
+    """bfloat16 arithmetic on float32 weights: as far from float32 as without `lw.pool`."""
+    given, _ = rows("right", dist.get_rank(), dist.get_world_size())
+    found = []
+    for cast, how in ((False, None), (True, None), (True, {}), (True, {"head": "pooled"})):
+        model = build("llama", torch.float32)
+        if how is not None:
+            lw.pool(model, layout="zigzag", **how)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            loss = model(**given, num_items_in_batch=20).loss
+        loss.backward()
+        lw.reduce_gradients(model)
+        found.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    (loss, grad), plain, *pooled = found
+    for one in pooled:
+        assert (one[0] - loss).abs() <= 2 * (plain[0] - loss).abs() + 0.02
+        assert (one[1] - grad).norm() <= 2 * (plain[1] - grad).norm()
+
+
+def test_autocast_is_no_worse_than_without(ranks: Ranks) -> None:
+    ranks.run(under_autocast, size=2)
+
+
+def compiled(want: Expected) -> None:
+    """The layers are compiled, or the whole model; a new batch compiles nothing anew."""
+    for whole in (False, True):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        model = lw.pool(build("llama", torch.float32), layout="zigzag")
+        outer: nn.Module = model
+        if whole:
+            outer = torch.compile(model, backend=counter)
+        else:
+            for layer in model.model.layers:
+                layer.compile(backend=counter)
+        frames = []
+        for step in range(3):
+            model.zero_grad()
+            given, _ = rows(("right", "left", "right")[step], dist.get_rank(), dist.get_world_size())
+            outer(**given, num_items_in_batch=valid(data())).loss.backward()
+            frames.append(counter.frame_count)
+        check_gradients(model, want, 1e-5)
+        assert frames[0] > 0
+        assert frames[1] == frames[2]
+
+
+def test_compiled_layers(ranks: Ranks) -> None:
+    ranks.run(compiled, expected("llama"), size=2)
+
+
+# -- what stays --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["home", "pooled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_restore_leaves_no_trace(family: str, head: str) -> None:
+    model = build(family, torch.float32)
+    model.gradient_checkpointing_enable()
+    config, before = model.config, snapshot(model)
+    ids = data().ids[None, :9]
+    want = model(input_ids=ids, use_cache=False).logits
+    assert lw.pool(model, head=head) is model
+    assert model.config is not config
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert lw.restore(model) is model
+    after = snapshot(model)
+    assert before.keys() == after.keys()
+    assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
+    assert model.config is config
+    assert model(input_ids=ids, use_cache=False).logits.equal(want)
+
+
+@pytest.mark.parametrize("head", ["home", "pooled"])
+def test_a_deep_copy_is_a_model_of_its_own(head: str) -> None:
+    """As trainers copy a reference model."""
+    model = lw.pool(build("qwen3_next", torch.float32), head=head)
+    other = copy.deepcopy(model)
+    ids = data().ids[None, :9]
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+        assert abs(float(other(input_ids=ids, labels=ids).loss) - torch.tensor(float(VOCAB)).log()) < 1e-5
+        assert abs(float(model(input_ids=ids, labels=ids).loss) - torch.tensor(float(VOCAB)).log()) > 1e-3
+    assert other.generate(ids, max_new_tokens=2, do_sample=False)[0, -1] == 0
+    lw.restore(other)
+    assert other.config._attn_implementation == "eager"
+    assert not other._forward_hooks
+    assert not other._forward_pre_hooks
+    assert model.config._attn_implementation == "longweave"
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gpt_oss"])
+def test_saved_models_know_nothing_of_it(family: str, tmp_path: Path) -> None:
+    model = build(family, torch.float32).eval()
+    ids = data().ids[None, :9]
+    want = model(input_ids=ids).logits
+    lw.pool(model, head="pooled").save_pretrained(tmp_path)
+    assert "longweave" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert worst(loaded(input_ids=ids).logits, want) < 1e-6
+
+
+def test_without_process_group_it_is_the_model_itself() -> None:
+    model = lw.pool(build("qwen3_5"))
+    want = expected("qwen3_5")
+    given, keep = rows("right", 0, 1)
+    with exact(torch.float64, "qwen3_5"):
+        out = model(**given, num_items_in_batch=valid(data()))
+        out.loss.backward()
+    assert worst(out.logits[keep], want.logits[places_of(0, 1)]) < 1e-9
+    assert worst(out.loss, want.loss) < 1e-9
+    assert CU[-1] == int(keep.sum())
