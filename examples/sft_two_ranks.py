@@ -56,6 +56,7 @@ args = SFTConfig(
     logging_steps=1,
     report_to="none",
     save_strategy="no",
+    use_cpu=not torch.cuda.is_available(),
     bf16=torch.cuda.is_available(),
 )
 SFTTrainer(model, args, train_dataset=texts, processing_class=tokenizer).train()

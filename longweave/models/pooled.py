@@ -9,6 +9,8 @@ Documents stand in the order of the ranks that brought them, so every rank knows
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +101,7 @@ def gather_rows(
     each token predicts, where that travels along; raises where this rank's call is wrong. Then all ranks raise.
     """
     comm = resolve(group_named(pooling.group))
+    _warn_if_forgotten(comm)
     rows: Rows | None = None
     targets: Tensor | None = None
     problem: Exception | None = None
@@ -122,6 +125,18 @@ def gather_rows(
     pooled = Pooled(rows, Pack.around(core), way)
     pooled.bring(ids, embeds, targets)
     return pooled
+
+
+def _warn_if_forgotten(comm: Comm) -> None:
+    """A launcher started several processes, but nobody joined them: each would train a model of its own."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if comm.group is None and processes not in ("", "1"):
+        warnings.warn(
+            f"WORLD_SIZE is {processes}, but torch.distributed is not initialised: this process trains alone, with or "
+            "without lw.pool. Call torch.distributed.init_process_group, or let the trainer do it (on CPUs "
+            "transformers' trainers need use_cpu=True)",
+            stacklevel=5,
+        )
 
 
 def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> Rows:

@@ -1,5 +1,6 @@
 """The recipes of docs/trainers.md run as they are written, and their losses are those without `lw.pool`."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -38,7 +39,7 @@ def names() -> dict[str, Any]:
         "rows": examples(64, longest=30),
         "texts": Dataset.from_list([{"text": text} for text in found]),
         "prompts": Dataset.from_list([{"prompt": text} for text in found]),
-        "choices": Dataset.from_list([{"chosen": a, "rejected": b} for a, b in zip(found, found[1:], strict=False)]),
+        "choices": Dataset.from_list([{"chosen": a, "rejected": b} for a, b in itertools.pairwise(found)]),
         "preferences": Dataset.from_list(
             [
                 {"prompt": a, "chosen": f" {b}", "rejected": f" {c}"}
@@ -83,7 +84,7 @@ def test_every_recipe_is_here() -> None:
 
 
 def test_the_example_trains_on_two_ranks() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += [str(ROOT / "examples" / "sft_two_ranks.py"), "--steps", "3", "--longest", "300"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
