@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from linear_ranks import PACKS, own_tokens, pack_of
+from reference import worst
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import longweave as lw
 from longweave.launch import Ranks
@@ -207,3 +209,15 @@ def test_what_is_refused() -> None:
         lw.gather_recompute(lambda x: (x, x), torch.randn(5, 3), pack)
     with pytest.raises(lw.InputError, match="pack is a list"):
         lw.gather_recompute(lambda x: x, torch.randn(5, 3), [0, 5])
+
+
+def test_a_checkpoint_unpacks_once() -> None:
+    """Non-reentrant checkpoints hand out each saved tensor one time only."""
+    pack = lw.Pack([0, 5, 9])
+    x, weight = torch.randn(9, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        return lw.gather_recompute(lambda y: y @ weight, x, pack, params=[weight])
+
+    checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert worst(weight.grad, x.detach().sum(0)[:, None].expand(4, 4)) < 1e-5
