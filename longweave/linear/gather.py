@@ -103,6 +103,7 @@ class _GatherRecompute(torch.autograd.Function):
         xs, shards = tensors[: run.count], run.shards
         ctx.run, ctx.surroundings = run, _Surroundings(xs[0].device, run)
         ctx.save_for_backward(*tensors)  # parameters too: autograd notices when one was changed before backward
+        ctx.params = tensors[run.count :]  # the ones that `fn` uses: a checkpoint unpacks others in their place
         with ctx.surroundings.again():
             y = run.fn(*(shards.gather(x.detach()) for x in xs))
         if not isinstance(y, Tensor) or not y.ndim or len(y) != shards.layout.total:
@@ -114,13 +115,12 @@ class _GatherRecompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_local: Tensor) -> tuple[Tensor | None, ...]:
         run, shards = ctx.run, ctx.run.shards
-        kept = ctx.saved_tensors  # asked for once: a checkpoint unpacks only once
-        saved, params = kept[: run.count], kept[run.count :]
+        saved = ctx.saved_tensors[: run.count]  # asked for once: a checkpoint unpacks only once
         needs = ctx.needs_input_grad[1 : 1 + run.count]
         xs = [shards.gather(x.detach()).requires_grad_(need) for x, need in zip(saved, needs, strict=True)]
         with ctx.surroundings.again(), torch.enable_grad():
             y = run.fn(*xs)
-        wanted = [x for x, need in zip(xs, needs, strict=True) if need] + list(params)
+        wanted = [x for x, need in zip(xs, needs, strict=True) if need] + list(ctx.params)
         _refuse_unknown(y, wanted)
         dy = shards.gather(d_local) if run.whole_param_grads else shards.spread(d_local)
         found = list(torch.autograd.grad(y, wanted, dy, allow_unused=True)) if y.requires_grad else [None] * len(wanted)
