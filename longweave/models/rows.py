@@ -69,7 +69,9 @@ def read_rows(shape: torch.Size, device: torch.device, given: Mapping[str, Any])
     positions, planes = _positions(given.get("position_ids"), batch, seq, device)
     at = None if whole else torch.from_numpy(places).to(device)
     rows = positions if at is None else positions.index_select(0, at)
-    begins = _begins(places, batch, seq, rows if given.get("position_ids") is not None else None, given, whole)
+    # Of four planes the first counts tokens. Three say where in an image a token is, and nothing of documents.
+    counted = given.get("position_ids") is not None and planes in ((), (4,))
+    begins = _begins(places, batch, seq, rows[:, 0] if counted else None, given, whole)
     lengths = np.diff(np.append(np.flatnonzero(begins), len(places)))
     return Rows(batch, seq, lengths, rows, planes, at)
 
@@ -109,6 +111,5 @@ def _begins(
         begins[1:] |= np.diff(of_tokens) != 0
         return begins
     if positions is not None:
-        first = positions[:, 0].cpu().numpy()
-        begins[1:] |= np.diff(first) != 1
+        begins[1:] |= np.diff(positions.cpu().numpy()) != 1
     return begins
