@@ -72,7 +72,7 @@ def _missing(store: Store, keys: Sequence[str], wait: float) -> list[int]:
     try:
         store.wait(list(keys), timedelta(seconds=min(wait, FIRST_WAIT)))
         return []
-    except dist.DistStoreError:
+    except RuntimeError:  # that of a FileStore is no DistStoreError
         pass
     while True:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
