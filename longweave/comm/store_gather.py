@@ -40,6 +40,9 @@ def store_all_gather(comm: Comm, message: bytes, wait: float, what: str) -> list
     number = ledger.gathers
     store = comm.group.get_group_store()
     try:
+        if ledger.life is None:
+            # Groups that the same processes make one after another may have one store: each has keys of its own.
+            ledger.life = (store.add("longweave/lives", 1) - 1) // comm.size
         keys = _keys(comm, number)
         # Either a rank puts its message in its place, or another one marks the place: whoever reads it later finds the
         # same, so all ranks go on or none.
@@ -90,7 +93,7 @@ def _missing(store: Store, keys: Sequence[str], wait: float) -> list[int]:
 
 
 def _keys(comm: Comm, number: int) -> list[str]:
-    return [f"longweave/{number}/{rank}" for rank in range(comm.size)]
+    return [f"longweave/{ledger_of(comm).life}/{number}/{rank}" for rank in range(comm.size)]
 
 
 def _absent(ranks: Sequence[int]) -> str:
