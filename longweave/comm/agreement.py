@@ -150,6 +150,7 @@ class Ledger:
     def __init__(self) -> None:
         self.packs = 0  # made so far
         self.gathers = 0  # through the group's store
+        self.life: int | None = None  # how many groups had this store before; known once there was a gather
         self.asked = 0  # calls that were compared before they were made
         self.running = 0
         self.calls: Counter[str] = Counter()

@@ -31,26 +31,37 @@ _HERE, _GAVE_UP = b"+", b"-"
 def store_all_gather(comm: Comm, message: bytes, wait: float, what: str) -> list[bytes]:
     """The messages of all ranks, in rank order. `what` says in an error's text what the ranks are about to do.
 
-    Raises `GroupError` on the ranks that came if another does not come within `wait` seconds.
+    Raises `GroupError` on every rank if one of them does not come within `wait` seconds: also on that one, later.
     """
     if comm.group is None or comm.size == 1:
         return [message]
     ledger = ledger_of(comm)
     ledger.gathers += 1
     number = ledger.gathers
-    store, keys = comm.group.get_group_store(), _keys(comm, number)
+    store = comm.group.get_group_store()
     try:
-        store.set(keys[comm.rank], _HERE + message)  # type: ignore[arg-type]
-        missing = _missing(store, keys, wait)
-        if missing:
-            # Whoever comes later must not go on as if we were still there.
-            store.set(keys[comm.rank], _GAVE_UP)  # type: ignore[arg-type]
+        if ledger.life is None:
+            # Groups that the same processes make one after another may have one store: each has keys of its own.
+            ledger.life = (store.add("longweave/lives", 1) - 1) // comm.size
+        keys = _keys(comm, number)
+        # Either a rank puts its message in its place, or another one marks the place: whoever reads it later finds the
+        # same, so all ranks go on or none.
+        place = _put(store, keys[comm.rank], _HERE + message)
+        if place.startswith(_GAVE_UP):
+            who = named([int(place.removeprefix(_GAVE_UP))])
             raise GroupError(
-                f"{_absent(missing)} {what} within {wait:g} s (call {number}; I am rank {comm.rank}). All ranks of the "
+                f"rank {comm.rank} came too late: {who} of the group waited {wait:g} s in front of {what} and gave up"
+            )
+        for rank in _missing(store, keys, wait):
+            _put(store, keys[rank], _GAVE_UP + str(comm.rank).encode())
+        found = store.multi_get(keys)
+        absent = [rank for rank, text in enumerate(found) if text.startswith(_GAVE_UP)]
+        if absent:
+            raise GroupError(
+                f"{_absent(absent)} {what} within {wait:g} s (call {number}; I am rank {comm.rank}). All ranks of the "
                 "group must make this call equally often: no rank may skip a batch, evaluate or generate by itself, "
                 "or have fewer batches than the others. If a rank really needs longer, raise wait="
             )
-        found = store.multi_get(keys)
         if number > 1:  # all ranks have read the call before this one
             store.delete_key(_keys(comm, number - 1)[comm.rank])
     except dist.DistError as error:
@@ -58,12 +69,12 @@ def store_all_gather(comm: Comm, message: bytes, wait: float, what: str) -> list
             f"the store of the process group does not answer ({error}); the process that keeps it, mostly rank 0, has "
             "probably ended: see its output"
         ) from error
-    gone = [rank for rank, text in enumerate(found) if text == _GAVE_UP]
-    if gone:
-        raise GroupError(
-            f"rank {comm.rank} came too late: {named(gone)} of the group waited {wait:g} s {_before(what)} and gave up"
-        )
     return [text.removeprefix(_HERE) for text in found]
+
+
+def _put(store: Store, key: str, value: bytes) -> bytes:
+    """What lies there then: the value, or what somebody was faster to put there."""
+    return store.compare_set(key, "", value)  # type: ignore[arg-type]
 
 
 def _missing(store: Store, keys: Sequence[str], wait: float) -> list[int]:
@@ -72,7 +83,7 @@ def _missing(store: Store, keys: Sequence[str], wait: float) -> list[int]:
     try:
         store.wait(list(keys), timedelta(seconds=min(wait, FIRST_WAIT)))
         return []
-    except dist.DistStoreError:
+    except RuntimeError:  # that of a FileStore is no DistStoreError
         pass
     while True:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -82,12 +93,8 @@ def _missing(store: Store, keys: Sequence[str], wait: float) -> list[int]:
 
 
 def _keys(comm: Comm, number: int) -> list[str]:
-    return [f"longweave/{number}/{rank}" for rank in range(comm.size)]
+    return [f"longweave/{ledger_of(comm).life}/{number}/{rank}" for rank in range(comm.size)]
 
 
 def _absent(ranks: Sequence[int]) -> str:
     return f"{named(ranks)} of the group {'has' if len(ranks) == 1 else 'have'} not come to"
-
-
-def _before(what: str) -> str:
-    return f"in front of {what}"

@@ -29,7 +29,7 @@ from longweave.models.changes import Undo, is_changed
 from longweave.models.layers import check_layers, switch_layers
 from longweave.models.pooled import Pooling, work_of
 from longweave.models.pooled_decoder import ALONE, POOLING, decoder_forward, generate
-from longweave.models.pooled_head import pool_heads
+from longweave.models.pooled_head import find_heads, pool_heads
 from longweave.models.roles import is_model, roles
 from longweave.models.running import Alone
 
@@ -88,6 +88,7 @@ def pool(
     parts = {decoder: roles(decoder) for decoder in decoders}  # raises before anything is changed
     for some in parts.values():
         check_layers(some)
+    heads = find_heads(model) if head == "pooled" else []
     undo = Undo()
     switch_layers([part for some in parts.values() for part in some], model.modules(), undo)
     alone = Alone([(changed, config._attn_implementation) for config, changed, _ in undo.configs])
@@ -101,8 +102,7 @@ def pool(
         if callable(getattr(type(module), "generate", None)):
             undo.set(module, ALONE, alone)
             undo.replace(module, "generate", generate)
-    if head == "pooled":
-        pool_heads(model, undo)
+    pool_heads(model, heads, undo)
     undo.keep(model)
     return model
 

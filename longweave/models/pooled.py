@@ -150,11 +150,13 @@ def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> Rows:
 
 def _all_lengths(comm: Comm, pooling: Pooling, rows: Rows | None, kind: str, problem: Exception | None) -> list[Ints]:
     """The lengths of the documents of every rank, once all ranks have said that they make the same call."""
+    options = {"layout": pooling.layout, "mask": pooling.mask, **pooling.ways}
+    call = f"{kind}; pooled with {', '.join(f'{name} {value}' for name, value in options.items() if value)}"
     same_call = Fact(
-        f"{kind} {pooling.layout} {pooling.mask} {pooling.ways}",
+        call,
         "makes",
         "another call of the pooled model than the rest",
-        f"every rank must call it alike, in the same mode and with the same options; this rank's call is: {kind}",
+        f"every rank must call it alike, in the same mode and with the same options; this rank's call is: {call}",
     )
     facts = [ledger_of(comm).fact(), same_call]
     own = np.array(said(facts, problem), dtype=np.int64).tobytes()

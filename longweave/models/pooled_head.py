@@ -13,7 +13,7 @@ is given the pack's tokens as one row with `shift_labels`; hooks around the call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -49,18 +49,24 @@ class Call(NamedTuple):
     items: Any  # num_items_in_batch
 
 
-def pool_heads(model: nn.Module, undo: Undo) -> None:
-    """Change the causal language models inside `model`, or raise InputError where there is none."""
+def find_heads(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module of the causal language models inside `model`. Raises InputError where there is none."""
     heads = [(name, module) for name, module in model.named_modules() if is_model(module) and _decoders(module)]
     heads = [(name, module) for name, module in heads if hasattr(module, "lm_head")]
     if not heads:
         raise InputError(
             f'{type(model).__name__} has no language-model head, which head="pooled" is about; leave head="home"'
         )
-    for name, head in heads:
+    for _, head in heads:
         loss = getattr(getattr(head, "loss_function", None), "__name__", None)
         if loss != "ForCausalLMLoss":
             raise InputError(f'{type(head).__name__} has the loss {loss}; head="pooled" knows ForCausalLMLoss only')
+    return heads
+
+
+def pool_heads(model: nn.Module, heads: Sequence[tuple[str, nn.Module]], undo: Undo) -> None:
+    """Change the causal language models that were found inside `model`."""
+    for name, head in heads:
         (decoder,) = _decoders(head)
         undo.replace(head, "forward", _head_forward)
         undo.set(head, _DECODER, decoder)

@@ -69,7 +69,9 @@ def read_rows(shape: torch.Size, device: torch.device, given: Mapping[str, Any])
     positions, planes = _positions(given.get("position_ids"), batch, seq, device)
     at = None if whole else torch.from_numpy(places).to(device)
     rows = positions if at is None else positions.index_select(0, at)
-    begins = _begins(places, batch, seq, rows if given.get("position_ids") is not None else None, given, whole)
+    # Of four planes the first counts tokens. Three say where in an image a token is, and nothing of documents.
+    counted = given.get("position_ids") is not None and planes in ((), (4,))
+    begins = _begins(places, batch, seq, rows[:, 0] if counted else None, given, whole)
     lengths = np.diff(np.append(np.flatnonzero(begins), len(places)))
     return Rows(batch, seq, lengths, rows, planes, at)
 
@@ -95,20 +97,21 @@ def _begins(
     if cu is not None:
         borders = as_cu_seqlens(cu)
         if not whole or int(borders[-1]) != len(places):
+            padding = "" if whole else ", and padding beside them"
             raise InputError(
-                f"cu_seq_lens_q ends at {borders[-1]}, but the batch has {len(places)} tokens; give the borders of "
-                "packed tokens without padding"
+                f"cu_seq_lens_q ends at {borders[-1]}, but the batch has {len(places)} tokens{padding}; give the "
+                "borders of packed tokens without padding"
             )
         begins[borders[:-1][np.diff(borders) > 0]] = True
         return begins
     index = given.get("seq_idx")
     if index is not None:
-        if not isinstance(index, Tensor) or index.numel() != batch * seq:
-            raise InputError("seq_idx has another shape than the tokens; give the number of each token's document")
+        if not isinstance(index, Tensor) or tuple(index.shape) not in ((batch, seq), (batch * seq,)):
+            shown = tuple(index.shape) if isinstance(index, Tensor) else type(index).__name__
+            raise InputError(f"seq_idx is {shown} for tokens of {(batch, seq)}; give the number of each one's document")
         of_tokens = index.reshape(-1).cpu().numpy()[places]
         begins[1:] |= np.diff(of_tokens) != 0
         return begins
     if positions is not None:
-        first = positions[:, 0].cpu().numpy()
-        begins[1:] |= np.diff(first) != 1
+        begins[1:] |= np.diff(positions.cpu().numpy()) != 1
     return begins
