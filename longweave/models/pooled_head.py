@@ -43,10 +43,10 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 class Call(NamedTuple):
     """What is known of a call of the head when it begins, and needed when it ends."""
 
-    home: Callable[[Tensor], Tensor]  # (1, tokens, …) → (batch, seq, …)
     targets: Tensor  # (batch, seq)
     shifted: bool  # by us: the last column predicts nothing
     items: Any  # num_items_in_batch
+    as_tuple: bool
 
 
 def find_heads(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -102,9 +102,8 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @eager
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    ticket = kwargs.get(KEY)
-    call = ticket.call if isinstance(ticket, Pooled) else None
-    return None if call is None else _leave(module, call, out)
+    pooled = kwargs.get(KEY)
+    return _leave(module, pooled, out) if isinstance(pooled, Pooled) and pooled.call else None
 
 
 def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
@@ -121,8 +120,9 @@ def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
 
     pooled = gather(decoder, asked, "pooled", targets_of)
     assert targets is not None
-    pooled.call = Call(pooled.home, targets, shifted, asked.get("num_items_in_batch"))
-    return {**asked, KEY: pooled, "labels": None, "shift_labels": pooled.targets}
+    as_tuple = asked.get("return_dict") is False
+    pooled.call = Call(targets, shifted, asked.get("num_items_in_batch"), as_tuple)
+    return {**asked, KEY: pooled, "labels": None, "shift_labels": pooled.targets, "return_dict": True}
 
 
 def _targets(asked: Mapping[str, Any], rows: Rows) -> Tensor:
@@ -137,11 +137,12 @@ def _targets(asked: Mapping[str, Any], rows: Rows) -> Tensor:
     return labels.masked_fill(labels == ignored, -100)
 
 
-def _leave(module: Any, call: Call, out: Any) -> Any:
+def _leave(module: Any, pooled: Pooled, out: Any) -> Any:
     """What the head returned for the pack's tokens becomes what it returns for this rank's rows."""
+    call: Call = pooled.call
     names = [name for name in _PER_TOKEN if out.get(name) is not None]
     values = torch.stack([widened(out[name]) for name in names], dim=-1)
-    home = call.home(values)[:, : -1 if call.shifted else None]
+    home = pooled.home(values)[:, : -1 if call.shifted else None]
     for column, name in enumerate(names):
         out[name] = home[..., column].to(out[name].dtype)
     counted = call.targets[:, : -1 if call.shifted else None] != -100
@@ -153,7 +154,7 @@ def _leave(module: Any, call: Call, out: Any) -> Any:
         config = module.config.get_text_config()
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * out["aux_loss"]
     out["loss"] = loss
-    return out
+    return out.to_tuple() if call.as_tuple else out
 
 
 # -- the head itself -------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if pooled.call is None:
             return original(self, **asked)
         out = _in_chunks(self, original, pooled, asked)
-        return _leave(self, pooled.call, out) if here else out
+        return _leave(self, pooled, out) if here else out
 
     return forward
 
@@ -183,7 +184,7 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 def _in_chunks(head: Any, original: Callable[..., Any], pooled: Pooled, asked: dict[str, Any]) -> Any:
     """log p of every target, and the entropy if asked for, from logits of which only a part exists at a time."""
     wants_entropy = bool(asked.pop(ENTROPY, False))
-    states = vars(head)[_DECODER](**{k: v for k, v in asked.items() if k != "logits_to_keep"}, return_dict=True)
+    states = vars(head)[_DECODER](**{k: v for k, v in asked.items() if k != "logits_to_keep"})
     hidden, targets = states.last_hidden_state, pooled.targets
     assert targets is not None
     router = {"output_router_logits": False} if hasattr(head.config, "output_router_logits") else {}
