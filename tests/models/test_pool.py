@@ -1,6 +1,9 @@
 """lw.pool: every rank calls the model with its own rows; outputs and gradients are those of one process."""
 
 import os
+import re
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,9 @@ import torch.distributed as dist
 from families import FAMILIES, Expected, build, data, exact
 from pool_rows import KINDS, places_of, rows, valid
 from reference import worst
+from test_agreement import ODD, catch
 from test_families import TOLERANCE, expected
+from test_parallelize import Stranger, snapshot, with_stranger
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -208,3 +213,204 @@ def balanced_experts(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_balanced_over_the_rows_of_a_rank(ranks: Ranks, family: str) -> None:
     ranks.run(balanced_experts, family, size=2)
+
+
+# -- ranks that differ -------------------------------------------------------------------------------
+
+
+def one_stays_away(wait: float) -> tuple[str, float, str]:
+    """What was said, after how long, and what the rank that stayed away is told if it comes later."""
+    model = lw.pool(build("llama", torch.float32), layout="zigzag", wait=wait)
+    given, _ = rows("right", dist.get_rank(), dist.get_world_size())
+    dist.barrier()
+    begun = time.monotonic()
+    said = catch(lambda: model(**given)) if dist.get_rank() != ODD else ""
+    took = time.monotonic() - begun
+    dist.barrier()
+    late = catch(lambda: model(**given)) if dist.get_rank() == ODD else ""
+    model(**given).loss.backward()  # all together again
+    return said, took, late
+
+
+def test_a_rank_that_does_not_call_the_model_is_named(ranks: Ranks) -> None:
+    found = ranks.run(one_stays_away, 2.0, size=3, timeout=60)
+    for rank in (0, 2):
+        said, took, _ = found[rank]
+        start = "GroupError: rank 1 of the group has not come to the forward of a pooled model within 2 s"
+        assert said.startswith(f"{start} (call 1; I am rank {rank})"), said
+        assert "no rank may skip a batch" in said
+        assert took < 5
+    assert found[ODD][2].startswith("GroupError: rank 1 came too late: rank ")
+
+
+# What rank ODD does otherwise: how it pools, its model, the call around and the arguments of it.
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "no_grad": {"gradients": False},
+    "eval": {"training": False},
+    "layout": {"how": {"layout": "contiguous"}},
+    "mask": {"how": {"mask": "full"}},
+    "head": {"how": {"head": "pooled"}},
+    "strategy": {"how": {"strategy": "ring"}},
+    "option": {"how": {"strategy": "groupcast", "stages": 2}},
+    "frozen parameters": {"frozen": True},
+    "another model": {"family": "mistral"},  # with as many parameters
+    "checkpointing": {"checkpointing": True},
+    "embeddings": {"embeddings": True},
+    "hidden states": {"arguments": {"output_hidden_states": True}},
+    "autocast": {"autocast": True},
+}
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "hole": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "row 0 of attention_mask has padding between its tokens"),
+    "document numbers": ({"attention_mask": torch.tensor([[1, 1, 2]])}, "attention_mask holds 2, which is neither"),
+    "positions": ({"position_ids": torch.zeros(1, 4)}, r"position_ids is (1, 4) for tokens of (1, 3)"),
+    "borders": ({"cu_seq_lens_q": [0, 2]}, "cu_seq_lens_q ends at 2, but the batch has 3 tokens"),
+    "no tokens": ({"input_ids": None}, "neither of input_ids and inputs_embeds was given"),
+    "attentions": ({"output_attentions": True}, "a pooled model never holds attention weights"),
+    "stranger": ({"token_type_ids": torch.zeros(1, 3)}, "the argument token_type_ids has a value for every token"),
+}
+
+
+def call_otherwise(
+    how: dict[str, Any] | None = None,
+    family: str = "llama",
+    gradients: bool = True,
+    training: bool = True,
+    frozen: bool = False,
+    checkpointing: bool = False,
+    embeddings: bool = False,
+    autocast: bool = False,
+    arguments: dict[str, Any] | None = None,
+) -> None:
+    model = lw.pool(build(family, torch.float32), **{"layout": "zigzag", "wait": 20, **(how or {})}).train(training)
+    if frozen:
+        model.model.layers[0].mlp.requires_grad_(False)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    kind = "embeddings" if embeddings else "right"
+    given, _ = rows(kind, dist.get_rank(), dist.get_world_size(), model)
+    cast = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with torch.set_grad_enabled(gradients), cast:
+        model(**given, **(arguments or {}))
+
+
+def calls_that_differ() -> tuple[dict[str, str], dict[str, str]]:
+    odd = dist.get_rank() == ODD
+    differ = {name: catch(lambda: call_otherwise(**(bad if odd else {}))) for name, bad in DIFFERENT.items()}  # noqa: B023
+    call_otherwise()  # all is well again
+    refused = {}
+    for head in ("home", "pooled"):
+        model = lw.pool(build("llama", torch.float32), head=head, wait=20)
+        given = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[1, 2, 3]])}
+        for name, (bad, _) in BAD_ROWS.items():
+            arguments = {**given, **(bad if odd else {})}
+            refused[f"{head}, {name}"] = catch(lambda: model(**arguments))  # noqa: B023
+        model(**given).loss.backward()
+    return differ, refused
+
+
+def test_ranks_that_differ_are_named_on_every_rank(ranks: Ranks) -> None:
+    for rank, (differ, refused) in enumerate(ranks.run(calls_that_differ, size=3, timeout=60)):
+        start = "GroupError: rank 1 of the group makes another call of the pooled model than the rest"
+        for name, said in differ.items():
+            assert said.startswith(f"{start} (I am rank {rank})"), (name, said)
+            assert said.endswith("Nothing was sent."), (name, said)
+        own = {name: said.partition("this rank's call is: ")[2] for name, said in differ.items()}
+        # The odd one says what it does, the others the same in every case.
+        assert len(set(own.values())) == (len(own) if rank == ODD else 1)
+        for name, said in refused.items():
+            why = BAD_ROWS[name.partition(", ")[2]][1]
+            told = f"GroupError: rank 1 of the group refused this call: {why}"
+            assert said.startswith(f"InputError: {why}" if rank == ODD else told), (name, said)
+
+
+# -- refusals at the door ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"head": "both"}, "head is 'both'; choose one of home, pooled"),
+        ({"layout": "spiral"}, "layout is 'spiral'; choose one of .*, home"),
+        ({"layout": lw.Layout.contiguous(4, 1)}, "layout is .*; choose one of"),
+        ({"mask": "diagonal"}, "mask is 'diagonal'; choose one of causal, full"),
+        ({"wait": 0}, "wait is 0; give a positive number of seconds"),
+        ({"wait": -1.5}, "wait is -1.5"),
+        ({"wait": True}, "wait is True"),
+        ({"wait": "10"}, "wait is '10'"),
+        ({"wait": float("inf")}, "wait is inf"),
+        ({"wait": float("nan")}, "wait is nan"),
+        ({"strategy": "teleport"}, "strategy is 'teleport'"),
+        ({"method": "magic"}, "method is 'magic'"),
+        ({"backend": "abacus"}, "backend"),
+        ({"flavour": 2}, "there is no option 'flavour'"),
+        ({"strategy": "ring", "stages": 2}, "stages goes with groupcast"),
+        ({"group": "world"}, "group is a str"),
+    ],
+)
+def test_bad_options_are_refused_and_change_nothing(how: dict, message: str) -> None:
+    model = build("llama", torch.float32)
+    before = snapshot(model)
+    with pytest.raises(lw.InputError, match=message):
+        lw.pool(model, **how)
+    assert snapshot(model) == before
+
+
+def test_models_that_are_refused() -> None:
+    with pytest.raises(lw.InputError, match=r"model is a str; give a torch\.nn\.Module"):
+        lw.pool("model")
+    with pytest.raises(lw.InputError, match="Linear has no decoder that is known; say which class embeds the tokens"):
+        lw.pool(nn.Linear(2, 2))
+    with pytest.raises(lw.InputError, match=r"0 is a test_parallelize\.Stranger"):
+        lw.pool(nn.Sequential(Stranger()))
+    model = with_stranger()
+    before = snapshot(model)
+    with pytest.raises(lw.InputError, match=r"layers\.1\.self_attn is a test_parallelize\.Stranger"):
+        lw.pool(model)
+    assert snapshot(model) == before
+    model = build("llama", torch.float32, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(lw.InputError, match="rotary embedding of type 'dynamic'"):
+        lw.pool(model)
+
+
+def test_a_model_is_pooled_once() -> None:
+    for change in (lw.parallelize, lw.pool):
+        model = change(build("llama", torch.float32))
+        for again in (lw.pool, lw.parallelize):
+            with pytest.raises(lw.InputError, match=r"already; call lw\.restore"):
+                again(model)
+        with pytest.raises(lw.InputError, match=r"already; call lw\.restore"):
+            lw.pool(nn.Sequential(model))
+        lw.pool(lw.restore(model))
+
+
+def test_a_pooled_head_needs_a_language_model() -> None:
+    """What is around the decoder is of no concern else: the same model is pooled with its head at home."""
+    from transformers import LlamaForSequenceClassification
+
+    model = LlamaForSequenceClassification(build("llama").config)
+    before = snapshot(model)
+    with pytest.raises(lw.InputError, match='has no language-model head, which head="pooled" is about'):
+        lw.pool(model, head="pooled")
+    assert snapshot(model) == before
+    ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+    want = model(input_ids=ids, use_cache=False).logits
+    assert worst(lw.pool(model)(input_ids=ids).logits, want) < 1e-5
+
+
+# -- refusals at a call ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["home", "pooled"])
+def test_calls_that_are_refused(head: str) -> None:
+    model = lw.pool(build("llama", torch.float32), head=head)
+    given = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[1, 2, 3]])}
+    for bad, message in BAD_ROWS.values():
+        with pytest.raises(lw.InputError, match=re.escape(message)):
+            model(**{**given, **bad})
+    with pytest.raises(lw.InputError, match="the rows of all ranks are padding only"):
+        model(**given, attention_mask=torch.zeros(1, 3))
+    model(**given).loss.backward()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(lw.InputError, match=r"was changed to 'sdpa' in the meantime.*lw\.restore\(model\)"):
+        model(**given)
+    lw.pool(lw.restore(model))(**given).loss.backward()
