@@ -25,7 +25,7 @@ from longweave.comm.store_gather import store_all_gather
 from longweave.core import PackCore, machine_of
 from longweave.errors import InputError
 from longweave.models.layers import Parts
-from longweave.models.rows import Rows, read_rows
+from longweave.models.rows import HomeRows, read_rows
 from longweave.models.running import model_tokens, unbatch, with_placeholder
 from longweave.pack import Pack
 from longweave.plan.cost import Shape
@@ -60,7 +60,7 @@ class Pooled:
     with a placeholder where the rank has no tokens.
     """
 
-    def __init__(self, rows: Rows, pack: Pack, way: TokenRoute) -> None:
+    def __init__(self, rows: HomeRows, pack: Pack, way: TokenRoute) -> None:
         self.rows, self.pack, self.way = rows, pack, way
         self.ids: Tensor | None = None
         self.embeds: Tensor | None = None
@@ -93,7 +93,7 @@ class Pooled:
 
 
 def gather_rows(
-    pooling: Pooling, asked: Mapping[str, Any], kind: str, targets_of: Callable[[Rows], Tensor | None]
+    pooling: Pooling, asked: Mapping[str, Any], kind: str, targets_of: Callable[[HomeRows], Tensor | None]
 ) -> Pooled:
     """Meet the other ranks, and make one pack of the documents of all.
 
@@ -102,7 +102,7 @@ def gather_rows(
     """
     comm = resolve(group_named(pooling.group))
     _warn_if_forgotten(comm)
-    rows: Rows | None = None
+    rows: HomeRows | None = None
     targets: Tensor | None = None
     problem: Exception | None = None
     ids, embeds = asked.get("input_ids"), asked.get("inputs_embeds")
@@ -139,7 +139,7 @@ def _warn_if_forgotten(comm: Comm) -> None:
         )
 
 
-def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> Rows:
+def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> HomeRows:
     if (ids is None) == (embeds is None):
         raise InputError(f"{'neither' if ids is None else 'both'} of input_ids and inputs_embeds was given; give one")
     tokens = ids if ids is not None else embeds
@@ -148,7 +148,9 @@ def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> Rows:
     return read_rows(tokens.shape if ids is not None else tokens.shape[:-1], tokens.device, asked)
 
 
-def _all_lengths(comm: Comm, pooling: Pooling, rows: Rows | None, kind: str, problem: Exception | None) -> list[Ints]:
+def _all_lengths(
+    comm: Comm, pooling: Pooling, rows: HomeRows | None, kind: str, problem: Exception | None
+) -> list[Ints]:
     """The lengths of the documents of every rank, once all ranks have said that they make the same call."""
     options = {"layout": pooling.layout, "mask": pooling.mask, **pooling.ways}
     call = f"{kind}; pooled with {', '.join(f'{name} {value}' for name, value in options.items() if value)}"

@@ -21,7 +21,7 @@ from longweave.errors import InputError
 from longweave.models.adapters import NAME
 from longweave.models.changes import bind_checkpoints
 from longweave.models.pooled import Pooled, Pooling, gather_rows
-from longweave.models.rows import Rows
+from longweave.models.rows import HomeRows
 from longweave.models.running import KEY, Alone, current, running
 from longweave.tensors import eager
 
@@ -88,11 +88,14 @@ def runs_alone(asked: Mapping[str, Any]) -> bool:
 
 
 def gather(
-    decoder: nn.Module, asked: Mapping[str, Any], head: str = "home", targets_of: Callable[[Rows], Any] | None = None
+    decoder: nn.Module,
+    asked: Mapping[str, Any],
+    head: str = "home",
+    targets_of: Callable[[HomeRows], Any] | None = None,
 ) -> Pooled:
     """The rows of all ranks as one pack; see `gather_rows`."""
 
-    def checked(rows: Rows) -> Tensor | None:
+    def checked(rows: HomeRows) -> Tensor | None:
         _check(decoder, asked, rows)
         return None if targets_of is None else targets_of(rows)
 
@@ -115,7 +118,9 @@ def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
     }
     options = {name: value for name, value in sorted(asked.items()) if isinstance(value, bool | str)}
     shown = ", ".join(f"{name} {value}" for name, value in {**modes, **options}.items() if value is not False)
-    return f"{type(decoder).__name__} on {tokens}, with {shown}"
+    config = getattr(decoder, "config", None)
+    layers, width = (getattr(config, name, "?") for name in ("num_hidden_layers", "hidden_size"))
+    return f"{type(decoder).__name__} of {layers} layers of {width}, on {tokens}, with {shown}"
 
 
 def _warn_of_head(pooling: Pooling) -> None:
@@ -128,7 +133,7 @@ def _warn_of_head(pooling: Pooling) -> None:
         )
 
 
-def _check(decoder: Any, asked: Mapping[str, Any], rows: Rows) -> None:
+def _check(decoder: Any, asked: Mapping[str, Any], rows: HomeRows) -> None:
     config = getattr(decoder, "config", None)
     implementation = getattr(config, "_attn_implementation", NAME)
     if implementation != NAME:

@@ -27,7 +27,7 @@ from longweave.models.loss import nll
 from longweave.models.pooled import Pooled
 from longweave.models.pooled_decoder import HiddenStates, arguments, gather, runs_alone
 from longweave.models.roles import is_model
-from longweave.models.rows import Rows
+from longweave.models.rows import HomeRows
 from longweave.models.running import KEY
 from longweave.tensors import eager, widened
 
@@ -40,7 +40,7 @@ _DECODER = "_longweave_decoder"  # attribute of the module whose call is hooked
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-class Call(NamedTuple):
+class HeadCall(NamedTuple):
     """What is known of a call of the head when it begins, and needed when it ends."""
 
     targets: Tensor  # (batch, seq)
@@ -113,7 +113,7 @@ def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
     shifted = asked.get("shift_labels") is None
     targets: Tensor | None = None
 
-    def targets_of(rows: Rows) -> Tensor:
+    def targets_of(rows: HomeRows) -> Tensor:
         nonlocal targets
         targets = _targets(asked, rows)
         return targets
@@ -121,11 +121,11 @@ def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
     pooled = gather(decoder, asked, "pooled", targets_of)
     assert targets is not None
     as_tuple = asked.get("return_dict") is False
-    pooled.call = Call(targets, shifted, asked.get("num_items_in_batch"), as_tuple)
+    pooled.call = HeadCall(targets, shifted, asked.get("num_items_in_batch"), as_tuple)
     return {**asked, KEY: pooled, "labels": None, "shift_labels": pooled.targets, "return_dict": True}
 
 
-def _targets(asked: Mapping[str, Any], rows: Rows) -> Tensor:
+def _targets(asked: Mapping[str, Any], rows: HomeRows) -> Tensor:
     """What every token of the rows should predict, −100 where nothing."""
     name = "labels" if asked.get("shift_labels") is None else "shift_labels"
     labels, ignored = asked[name], asked.get("ignore_index", -100)
@@ -139,7 +139,7 @@ def _targets(asked: Mapping[str, Any], rows: Rows) -> Tensor:
 
 def _leave(module: Any, pooled: Pooled, out: Any) -> Any:
     """What the head returned for the pack's tokens becomes what it returns for this rank's rows."""
-    call: Call = pooled.call
+    call: HeadCall = pooled.call
     names = [name for name in _PER_TOKEN if out.get(name) is not None]
     values = torch.stack([widened(out[name]) for name in names], dim=-1)
     home = pooled.home(values)[:, : -1 if call.shifted else None]

@@ -7,7 +7,7 @@
 
     documents       a b c d │ e f g │ h h h │ i i │ j      one after another, without padding
 
-Nothing is sent here, and nothing is moved: `Rows` says where the tokens are, and brings values of tokens back there.
+Nothing is sent here, and nothing is moved: `HomeRows` says where the tokens are, and brings values of tokens back there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Rows:
+class HomeRows:
     """The rows of one rank's batch: (batch, seq), and the places of their tokens."""
 
     batch: int
@@ -57,7 +57,7 @@ class Rows:
         return x.reshape(self.batch, self.seq, *x.shape[1:])
 
 
-def read_rows(shape: torch.Size, device: torch.device, given: Mapping[str, Any]) -> Rows:
+def read_rows(shape: torch.Size, device: torch.device, given: Mapping[str, Any]) -> HomeRows:
     """Of tokens (batch, seq) and the arguments of the model's forward that came with them. Raises InputError."""
     if len(shape) != 2:
         raise InputError(f"the tokens have the shape {tuple(shape)}; give rows: (batch, seq)")
@@ -73,7 +73,7 @@ def read_rows(shape: torch.Size, device: torch.device, given: Mapping[str, Any])
     counted = given.get("position_ids") is not None and planes in ((), (4,))
     begins = _begins(places, batch, seq, rows[:, 0] if counted else None, given, whole)
     lengths = np.diff(np.append(np.flatnonzero(begins), len(places)))
-    return Rows(batch, seq, lengths, rows, planes, at)
+    return HomeRows(batch, seq, lengths, rows, planes, at)
 
 
 def _positions(given: Any, batch: int, seq: int, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:

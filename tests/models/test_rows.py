@@ -6,7 +6,7 @@ from torch import Tensor
 
 import longweave as lw
 from longweave.models.packing import kept_tokens
-from longweave.models.rows import Rows, read_rows
+from longweave.models.rows import HomeRows, read_rows
 
 LEFT = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
 RIGHT = LEFT.flip(1)
@@ -14,7 +14,7 @@ PACKED = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
 IMAGE = torch.tensor([[[0, 1, 1, 1, 3]], [[0, 1, 1, 2, 3]], [[0, 1, 2, 1, 3]]])  # a token, an image of three, a token
 
 
-def read(shape: tuple[int, ...], **given: object) -> Rows:
+def read(shape: tuple[int, ...], **given: object) -> HomeRows:
     return read_rows(torch.Size(shape), torch.device("cpu"), given)
 
 
