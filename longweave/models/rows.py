@@ -7,7 +7,7 @@
 
     documents       a b c d │ e f g │ h h h │ i i │ j      one after another, without padding
 
-Nothing is sent here, and nothing is moved: `HomeRows` says where the tokens are, and brings values of tokens back there.
+Nothing is sent here, and nothing is moved: `HomeRows` says where tokens are, and brings values of tokens back there.
 """
 
 from __future__ import annotations
