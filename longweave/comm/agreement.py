@@ -76,12 +76,12 @@ def compare(comm: Comm, facts: Sequence[Fact], problem: Exception | None = None)
     if comm.size == 1 or not _checking.get():
         _raise(problem)
         return
-    mine = torch.tensor([said(facts, problem)], device=comm.control_device)
+    mine = torch.tensor([digests_of(facts, problem)], device=comm.control_device)
     everyone = all_gather_v(mine, [1] * comm.size, comm).wait().tolist()
-    judge(comm, everyone, facts, problem)
+    raise_differences(comm, everyone, facts, problem)
 
 
-def said(facts: Sequence[Fact], problem: Exception | None) -> list[int]:
+def digests_of(facts: Sequence[Fact], problem: Exception | None) -> list[int]:
     """What a rank tells the others: MOST_FACTS digests, and whether it refuses.
 
     It may refuse before it knows its facts: the message has the same size all the same.
@@ -90,15 +90,18 @@ def said(facts: Sequence[Fact], problem: Exception | None) -> list[int]:
     return [*digests, *[0] * (MOST_FACTS - len(digests)), int(problem is not None)]
 
 
-def judge(
+def raise_differences(
     comm: Comm,
     everyone: Sequence[Sequence[int]],
     facts: Sequence[Fact],
     problem: Exception | None,
     reasons: Sequence[str] | None = None,
 ) -> None:
-    """Raise what `compare` raises, from what all ranks `said`. `reasons`: why each refuses, where that is known."""
-    _raise(problem)
+    """Raise what `compare` raises, from the `digests_of` all ranks. `reasons`: why each refuses, if known."""
+    try:
+        _raise(problem)
+    finally:
+        del problem
     refused = [rank for rank, theirs in enumerate(everyone) if theirs[-1]]
     if refused:
         why = "; see the error there" if reasons is None else f": {reasons[refused[0]]}"

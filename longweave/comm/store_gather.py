@@ -23,7 +23,7 @@ from longweave.comm.exchange import Comm
 from longweave.errors import GroupError
 
 FIRST_WAIT = 5.0  # seconds in one request; afterwards the store is asked now and then, so that Ctrl-C is heard
-PAUSE = 0.05  # seconds between two questions
+PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two questions: first, later
 
 _HERE, _GAVE_UP = b"+", b"-"
 
@@ -85,11 +85,13 @@ def _missing(store: Store, keys: Sequence[str], wait: float) -> list[int]:
         return []
     except RuntimeError:  # that of a FileStore is no DistStoreError
         pass
-    while True:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if not missing or time.monotonic() >= deadline:
-            return missing
-        time.sleep(PAUSE)
+    pause = PAUSE
+    while not store.check(list(keys)):
+        if time.monotonic() >= deadline:
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+        pause = min(1.5 * pause, LONGEST_PAUSE)
+    return []
 
 
 def _keys(comm: Comm, number: int) -> list[str]:

@@ -34,6 +34,7 @@ class Undo:
     attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     configs: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)  # original, copy, copy as it began
     hooks: list[tuple[nn.Module, int]] = field(default_factory=list)
+    methods: list[tuple[nn.Module, str, Callable[..., Any]]] = field(default_factory=list)
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
         self.attributes.append((module, name, vars(module).get(name, _GONE)))
@@ -48,6 +49,7 @@ class Undo:
             method = make(_unbound(before))
         # A bound method: a deep copy of the model binds it to the copied module.
         self.set(module, name, MethodType(method, module))
+        self.methods.append((module, name, method))
 
     def hook(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Call `before` and `after` around every call of the module, with its keyword arguments."""
@@ -68,11 +70,12 @@ class Undo:
             attributes,
             [(deepcopy(old, memo), deepcopy(new, memo), dict(was)) for old, new, was in self.configs],
             [(deepcopy(module, memo), number) for module, number in self.hooks],
+            [(deepcopy(module, memo), name, method) for module, name, method in self.methods],
         )
 
 
 def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of one module as a function that takes a module first, so that a deep copy uses its own."""
+    """A method of one module as a function that takes a module first: of a bound one, a deep copy uses its own."""
     if isinstance(method, MethodType):
         return method.__func__
 
@@ -83,8 +86,8 @@ def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_changed(model: nn.Module) -> bool:
-    """Was any part of it given to `lw.parallelize` or `lw.pool`?"""
-    return any(_UNDO in vars(module) for module in model.modules())
+    """Was any part of it changed by `lw.parallelize` or `lw.pool`, as a part of whatever was given to them?"""
+    return any(name.startswith("_longweave") for module in model.modules() for name in vars(module))
 
 
 def restore(model: M) -> M:
@@ -98,6 +101,13 @@ def restore(model: M) -> M:
             "the model is neither parallel nor pooled; restore takes the module that was given to lw.parallelize or "
             "lw.pool"
         )
+    for module, name, method in undo.methods:
+        now = vars(module).get(name)
+        if getattr(now, "__func__", now) is not method:
+            raise InputError(
+                f"the {name} of {type(module).__name__} was replaced after lw.parallelize or lw.pool, as accelerate "
+                "and TRL do; to restore would undo that, too. Restore before, or pool a copy: copy.deepcopy(model)"
+            )
     _unbind_checkpoints(model)
     for module, number in undo.hooks:
         for name in _HOOKS:

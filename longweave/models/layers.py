@@ -24,10 +24,11 @@ from longweave.models.running import KEY, Alone, current, find_pack
 Parts = Sequence[tuple[str, nn.Module, Role]]
 
 
-def check_layers(parts: Parts) -> None:
-    """Raise for layers that would depend on which tokens a rank happens to hold."""
+def check_layers(parts: Parts, modules: Iterable[nn.Module]) -> None:
+    """Raise for layers that would depend on which tokens a rank happens to hold; `modules` are all of the model."""
     for name, module, _ in parts:
         _check_rotary(name, module)
+    for module in modules:
         _check_lora(module)
 
 

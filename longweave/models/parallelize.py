@@ -55,7 +55,7 @@ def parallelize(model: M, group: Group = None) -> M:
     if is_changed(model):
         raise InputError("the model is parallel or pooled already; call lw.restore(model) first")
     parts = roles(model)  # raises before anything is changed
-    check_layers(parts)
+    check_layers(parts, model.modules())
     undo = Undo()
     switch_layers(parts, [module for _, module, _ in parts], undo)
     for _, module, role in parts:

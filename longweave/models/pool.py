@@ -87,7 +87,7 @@ def pool(
     decoders = _decoders(model)
     parts = {decoder: roles(decoder) for decoder in decoders}  # raises before anything is changed
     for some in parts.values():
-        check_layers(some)
+        check_layers(some, model.modules())
     heads = find_heads(model) if head == "pooled" else []
     undo = Undo()
     switch_layers([part for some in parts.values() for part in some], model.modules(), undo)
@@ -122,7 +122,7 @@ def _decoders(model: nn.Module) -> list[nn.Module]:
     if not found:
         roles(model)  # names what has no role
         raise InputError(
-            f"{type(model).__name__} has no decoder that is known; say which class embeds the tokens and calls the "
-            'layers: longweave.models.register(type(decoder), "model")'
+            f"{type(model).__name__} has no decoder that is known; say which class embeds the tokens, calls the layers "
+            'and returns a ModelOutput with last_hidden_state: longweave.models.register(type(decoder), "model")'
         )
     return found

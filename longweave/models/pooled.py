@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longweave.comm.agreement import MOST_FACTS, Fact, judge, ledger_of, said
+from longweave.comm.agreement import MOST_FACTS, Fact, digests_of, ledger_of, raise_differences
 from longweave.comm.exchange import Comm, group_named, resolve
 from longweave.comm.store_gather import store_all_gather
 from longweave.core import PackCore, machine_of
@@ -36,7 +36,7 @@ from longweave.plan.ranges import Ints
 from longweave.plan.routing import route
 from longweave.tokens import TokenRoute
 
-_SAID = 8 * (MOST_FACTS + 1)  # bytes of what `said` tells, in front of a message
+_DIGESTS = 8 * (MOST_FACTS + 1)  # bytes of `digests_of`, in front of a message
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Pooled:
     with a placeholder where the rank has no tokens.
     """
 
-    def __init__(self, rows: HomeRows, pack: Pack, way: TokenRoute) -> None:
-        self.rows, self.pack, self.way = rows, pack, way
+    def __init__(self, rows: HomeRows, pack: Pack, route: TokenRoute) -> None:
+        self.rows, self.pack, self.route = rows, pack, route
         self.ids: Tensor | None = None
         self.embeds: Tensor | None = None
         self.positions: Tensor
@@ -86,10 +86,10 @@ class Pooled:
 
     def home(self, y: Tensor) -> Tensor:
         """(1, tokens, …) of this rank's computation → (batch, seq, …) of its rows, with zeros at padding."""
-        return self.rows.put(self.way.back.walk(unbatch(y, self.pack)))
+        return self.rows.put(self.route.back.walk(unbatch(y, self.pack)))
 
     def _there(self, x: Tensor) -> Tensor:
-        return with_placeholder(self.way.walk(x), self.pack)
+        return with_placeholder(self.route.walk(x), self.pack)
 
 
 def gather_rows(
@@ -120,9 +120,9 @@ def gather_rows(
     if not home.total:
         raise InputError("the rows of all ranks are padding only; a batch needs at least one token on some rank")
     core = _core(comm, pooling, np.concatenate([[0], np.cumsum(np.concatenate(lengths))]), home)
-    way = TokenRoute(route(home, core.layout, comm.rank), comm)
+    there = TokenRoute(route(home, core.layout, comm.rank), comm)
     ledger_of(comm).packs += 1
-    pooled = Pooled(rows, Pack.around(core), way)
+    pooled = Pooled(rows, Pack.around(core), there)
     pooled.bring(ids, embeds, targets)
     return pooled
 
@@ -154,20 +154,23 @@ def _all_lengths(
     """The lengths of the documents of every rank, once all ranks have said that they make the same call."""
     options = {"layout": pooling.layout, "mask": pooling.mask, **pooling.ways}
     call = f"{kind}; pooled with {', '.join(f'{name} {value}' for name, value in options.items() if value)}"
+    costs = f"{pooling.work} {pooling.shape} {machine_of(comm)}"  # they decide the layout
     same_call = Fact(
-        call,
+        f"{call} {costs}",
         "makes",
         "another call of the pooled model than the rest",
         f"every rank must call it alike, in the same mode and with the same options; this rank's call is: {call}",
     )
     facts = [ledger_of(comm).fact(), same_call]
-    own = np.array(said(facts, problem), dtype=np.int64).tobytes()
+    own = np.array(digests_of(facts, problem), dtype=np.int64).tobytes()
     own += rows.lengths.tobytes() if problem is None and rows is not None else f"{problem}".encode()
     found = store_all_gather(comm, own, pooling.wait, "the forward of a pooled model")
-    everyone = [np.frombuffer(message[:_SAID], dtype=np.int64).tolist() for message in found]
-    reasons = [f"{message[_SAID:].decode()}" if row[-1] else "" for row, message in zip(everyone, found, strict=True)]
-    judge(comm, everyone, facts, problem, reasons)
-    return [np.frombuffer(message[_SAID:], dtype=np.int64) for message in found]
+    everyone = [np.frombuffer(message[:_DIGESTS], dtype=np.int64).tolist() for message in found]
+    reasons = [
+        f"{message[_DIGESTS:].decode()}" if row[-1] else "" for row, message in zip(everyone, found, strict=True)
+    ]
+    raise_differences(comm, everyone, facts, problem, reasons)
+    return [np.frombuffer(message[_DIGESTS:], dtype=np.int64) for message in found]
 
 
 def _core(comm: Comm, pooling: Pooling, cu_seqlens: Ints, home: Layout) -> PackCore:

@@ -47,16 +47,17 @@ def decoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @eager
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         asked = arguments(original, args, kwargs)
+        bind_checkpoints(self)
         if runs_alone(asked):
             with running(vars(self)[ALONE]):
                 return original(self, *args, **kwargs)
-        ticket = asked.get(KEY)
-        if isinstance(ticket, HiddenStates):
-            return ticket.output
-        if not isinstance(ticket, Pooled):
+        given = asked.get(KEY)
+        if isinstance(given, HiddenStates):
+            return given.output
+        if given is None:
             _warn_of_head(vars(self)[POOLING])
-            ticket = gather(self, asked)
-        pooled = ticket
+            given = gather(self, asked)
+        pooled = _checked(given, asked)
         out = _run(original, self, pooled, asked)
         _bring_home(out, pooled, stays=("last_hidden_state",) if pooled.targets is not None else ())
         return out if _wants_dict(self, asked) else out.to_tuple()
@@ -115,12 +116,17 @@ def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
         "checkpointing": getattr(decoder, "gradient_checkpointing", False),
         "autocast": torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device)),
         "head": head,
+        "planes of position_ids": _planes(asked.get("position_ids")),
     }
     options = {name: value for name, value in sorted(asked.items()) if isinstance(value, bool | str)}
     shown = ", ".join(f"{name} {value}" for name, value in {**modes, **options}.items() if value is not False)
     config = getattr(decoder, "config", None)
     layers, width = (getattr(config, name, "?") for name in ("num_hidden_layers", "hidden_size"))
     return f"{type(decoder).__name__} of {layers} layers of {width}, on {tokens}, with {shown}"
+
+
+def _planes(position_ids: Any) -> tuple[int, ...] | bool:
+    return tuple(position_ids.shape[:-2]) or False if isinstance(position_ids, Tensor) else False
 
 
 def _warn_of_head(pooling: Pooling) -> None:
@@ -133,6 +139,21 @@ def _warn_of_head(pooling: Pooling) -> None:
         )
 
 
+def _checked(given: Any, asked: Mapping[str, Any]) -> Pooled:
+    """What the head has gathered, if it is what the decoder is called with."""
+    if not isinstance(given, Pooled):
+        raise InputError(
+            f"the argument {KEY!r} is a {type(given).__name__}; a pooled model takes rows, not the inputs of "
+            "lw.shard_batch"
+        )
+    if (asked.get("inputs_embeds") is not None) != (given.embeds is not None):
+        raise InputError(
+            'something between the head and the decoder has put embeddings in the place of ids, which head="pooled" '
+            'had sent already; pool the model with head="home"'
+        )
+    return given
+
+
 def _check(decoder: Any, asked: Mapping[str, Any], rows: HomeRows) -> None:
     config = getattr(decoder, "config", None)
     implementation = getattr(config, "_attn_implementation", NAME)
@@ -143,6 +164,12 @@ def _check(decoder: Any, asked: Mapping[str, Any], rows: HomeRows) -> None:
         )
     if asked.get("output_attentions") or getattr(config, "output_attentions", False):
         raise InputError("a pooled model never holds attention weights; call it without output_attentions")
+    embedding = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
+    if getattr(embedding, "neftune_noise_alpha", None) and decoder.training:
+        raise InputError(
+            "NEFTune (neftune_noise_alpha) scales its noise by the length of a row, and a pooled decoder has no rows; "
+            "train without it"
+        )
     for name, value in asked.items():
         if name not in _READ and isinstance(value, Tensor) and value.shape[:2] == (rows.batch, rows.seq):
             raise InputError(
@@ -155,9 +182,8 @@ def _run(original: Callable[..., Any], decoder: nn.Module, pooled: Pooled, asked
     """The layers on this rank's tokens of the pack."""
     rest = {name: value for name, value in asked.items() if name not in _READ}
     tokens = {"input_ids": pooled.ids} if pooled.ids is not None else {"inputs_embeds": pooled.embeds}
-    bind_checkpoints(decoder)
     with running(pooled.pack):
-        return original(
+        out = original(
             decoder,
             **tokens,
             position_ids=pooled.positions,
@@ -165,6 +191,12 @@ def _run(original: Callable[..., Any], decoder: nn.Module, pooled: Pooled, asked
             return_dict=True,
             **{**rest, KEY: pooled.pack},
         )
+    if not isinstance(out, dict):
+        raise InputError(
+            f"{type(decoder).__name__} returned a {type(out).__name__}; a decoder that can be pooled returns "
+            "transformers' ModelOutput with last_hidden_state"
+        )
+    return out
 
 
 def _bring_home(out: Any, pooled: Pooled, stays: tuple[str, ...]) -> None:

@@ -51,23 +51,32 @@ class HeadCall(NamedTuple):
 
 def find_heads(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of the causal language models inside `model`. Raises InputError where there is none."""
-    heads = [(name, module) for name, module in model.named_modules() if is_model(module) and _decoders(module)]
+    heads = [(name, module) for name, module in model.named_modules() if is_model(module) and _models_inside(module)]
     heads = [(name, module) for name, module in heads if hasattr(module, "lm_head")]
     if not heads:
         raise InputError(
             f'{type(model).__name__} has no language-model head, which head="pooled" is about; leave head="home"'
         )
     for _, head in heads:
+        if len(_models_inside(head)) != 1:
+            raise InputError(f'{type(head).__name__} has several models inside; head="pooled" needs one decoder')
         loss = getattr(getattr(head, "loss_function", None), "__name__", None)
         if loss != "ForCausalLMLoss":
             raise InputError(f'{type(head).__name__} has the loss {loss}; head="pooled" knows ForCausalLMLoss only')
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        if isinstance(configs, dict) and any(getattr(c, "is_prompt_learning", False) for c in configs.values()):
+            raise InputError(
+                "PEFT puts virtual tokens in front of the rows (prompt learning), which would not be sent; leave "
+                'head="home"'
+            )
     return heads
 
 
 def pool_heads(model: nn.Module, heads: Sequence[tuple[str, nn.Module]], undo: Undo) -> None:
     """Change the causal language models that were found inside `model`."""
     for name, head in heads:
-        (decoder,) = _decoders(head)
+        (decoder,) = _models_inside(head)
         undo.replace(head, "forward", _head_forward)
         undo.set(head, _DECODER, decoder)
         entry = _entry(model, name)
@@ -75,7 +84,7 @@ def pool_heads(model: nn.Module, heads: Sequence[tuple[str, nn.Module]], undo: U
         undo.hook(entry, _before, _after)
 
 
-def _decoders(module: nn.Module) -> list[nn.Module]:
+def _models_inside(module: nn.Module) -> list[nn.Module]:
     return [part for part in list(module.modules())[1:] if is_model(part)]
 
 
@@ -134,27 +143,33 @@ def _targets(asked: Mapping[str, Any], rows: HomeRows) -> Tensor:
         raise InputError(f"{name} is {shown} for tokens of {(rows.batch, rows.seq)}; give an integer for every token")
     if name == "labels" and rows.seq:
         labels = torch.cat([labels[:, 1:], labels.new_full((rows.batch, 1), ignored)], dim=1)
-    return labels.masked_fill(labels == ignored, -100)
+    # A padding token predicts nothing, though the first token of a left-padded row stands right of one.
+    return rows.put(rows.take(labels.masked_fill(labels == ignored, -100)) + 100) - 100
 
 
 def _leave(module: Any, pooled: Pooled, out: Any) -> Any:
     """What the head returned for the pack's tokens becomes what it returns for this rank's rows."""
     call: HeadCall = pooled.call
+    if not isinstance(out, dict) or out.get("log_probs") is None:
+        raise InputError(
+            f'the forward of {type(module).__name__} was replaced after lw.pool(head="pooled") by one that returns no '
+            "log_probs; undo that, or pool the model again"
+        )
     names = [name for name in _PER_TOKEN if out.get(name) is not None]
     values = torch.stack([widened(out[name]) for name in names], dim=-1)
-    home = pooled.home(values)[:, : -1 if call.shifted else None]
-    for column, name in enumerate(names):
-        out[name] = home[..., column].to(out[name].dtype)
-    counted = call.targets[:, : -1 if call.shifted else None] != -100
+    columns = slice(-1 if call.shifted else None)
+    home = pooled.home(values)[:, columns]
+    found = {name: home[..., column].to(out[name].dtype) for column, name in enumerate(names)}
+    counted = call.targets[:, columns] != -100
     if out.get("label_mask") is not None:
-        out["label_mask"] = counted
+        found["label_mask"] = counted
     items = counted.sum().clamp(min=1) if call.items is None else call.items
-    loss = -out["log_probs"].sum() / (items.to(home.device) if isinstance(items, Tensor) else items)
+    loss = -found["log_probs"].sum() / (items.to(home.device) if isinstance(items, Tensor) else items)
     if out.get("aux_loss") is not None:
-        config = module.config.get_text_config()
-        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * out["aux_loss"]
-    out["loss"] = loss
-    return out.to_tuple() if call.as_tuple else out
+        by_config = getattr(module.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        loss = loss + getattr(module, "router_aux_loss_coef", by_config) * out["aux_loss"]
+    whole: Any = type(out)(**{**out, **found, "loss": loss})  # made anew, since the first entry must be the loss
+    return whole.to_tuple() if call.as_tuple else whole
 
 
 # -- the head itself -------------------------------------------------------------------------------------
@@ -184,29 +199,28 @@ def _head_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 def _in_chunks(head: Any, original: Callable[..., Any], pooled: Pooled, asked: dict[str, Any]) -> Any:
     """log p of every target, and the entropy if asked for, from logits of which only a part exists at a time."""
     wants_entropy = bool(asked.pop(ENTROPY, False))
-    states = vars(head)[_DECODER](**{k: v for k, v in asked.items() if k != "logits_to_keep"})
+    states = head.base_model(**{k: v for k, v in asked.items() if k != "logits_to_keep"})
     hidden, targets = states.last_hidden_state, pooled.targets
     assert targets is not None
     router = {"output_router_logits": False} if hasattr(head.config, "output_router_logits") else {}
 
     def part(h: Tensor, t: Tensor) -> Tensor:
-        ticket = HiddenStates(type(states)(last_hidden_state=h))
-        logits = widened(original(head, return_dict=True, **{KEY: ticket, **router}).logits[0])
+        given = HiddenStates(type(states)(last_hidden_state=h))
+        logits = widened(original(head, return_dict=True, **{KEY: given, **router}).logits[0])
         columns = [-nll(logits, t[0], -100)]
         if wants_entropy:
             columns.append(_entropy(logits).masked_fill(t[0] == -100, 0))
         return torch.stack(columns, dim=-1)
 
-    parts = [
-        checkpoint(part, hidden[:, i : i + CHUNK], targets[:, i : i + CHUNK], use_reentrant=False)
-        for i in range(0, hidden.shape[1], CHUNK)
-    ]
-    values = torch.cat(parts)[None]
+    # As many chunks on every rank: the weights of the output layer may have to be gathered for each (FSDP2).
+    count = -(-max(pooled.pack.layout.counts) // CHUNK)
+    chunks = zip(hidden.tensor_split(count, 1), targets.tensor_split(count, 1), strict=True)
+    values = torch.cat([checkpoint(part, h, t, use_reentrant=False) for h, t in chunks])[None]
     aux = None
     if getattr(states, "router_logits", None) is not None:
         # The head's own balancing loss, from the router logits of this rank's rows.
-        ticket = HiddenStates(type(states)(last_hidden_state=hidden[:, :0], router_logits=states.router_logits))
-        options = {"attention_mask": asked.get("attention_mask"), "output_router_logits": True, KEY: ticket}
+        given = HiddenStates(type(states)(last_hidden_state=hidden[:, :0], router_logits=states.router_logits))
+        options = {"attention_mask": asked.get("attention_mask"), "output_router_logits": True, KEY: given}
         aux = original(head, return_dict=True, **options).aux_loss
     from longweave.models.outputs import PooledHeadOutput  # needs transformers, as models that come here do
 

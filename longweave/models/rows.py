@@ -2,8 +2,8 @@
 
     input_ids       · · a b c d        attention_mask 0: padding, left or right of the tokens
                     e f g · · ·
-    position_ids    0 1 2 0 1 0        packed: a document begins where they do not go on by one; likewise where
-                    └─ h ─┘└ i ┘j      seq_idx changes, and at cu_seq_lens_q
+    position_ids    0 1 2 0 1 0        packed: a document begins where they do not go on by one (beside a mask: where
+                    └─ h ─┘└ i ┘j      they fall); likewise where seq_idx changes, and at cu_seq_lens_q
 
     documents       a b c d │ e f g │ h h h │ i i │ j      one after another, without padding
 
@@ -40,10 +40,6 @@ class HomeRows:
     planes: tuple[int, ...]  # of position_ids, in front of (batch, seq)
     places: Tensor | None  # of the tokens among all places; None if every place holds one
 
-    @property
-    def tokens(self) -> int:
-        return len(self.positions)
-
     def take(self, x: Tensor) -> Tensor:
         """(batch, seq, …) → (tokens, …)."""
         flat = x.reshape(self.batch * self.seq, *x.shape[2:])
@@ -68,12 +64,12 @@ def read_rows(shape: torch.Size, device: torch.device, given: Mapping[str, Any])
     whole = len(places) == batch * seq
     positions, planes = _positions(given.get("position_ids"), batch, seq, device)
     at = None if whole else torch.from_numpy(places).to(device)
-    rows = positions if at is None else positions.index_select(0, at)
+    of_tokens = positions if at is None else positions.index_select(0, at)
     # Of four planes the first counts tokens. Three say where in an image a token is, and nothing of documents.
     counted = given.get("position_ids") is not None and planes in ((), (4,))
-    begins = _begins(places, batch, seq, rows[:, 0] if counted else None, given, whole)
+    begins = _begins(places, batch, seq, of_tokens[:, 0] if counted else None, given, whole)
     lengths = np.diff(np.append(np.flatnonzero(begins), len(places)))
-    return HomeRows(batch, seq, lengths, rows, planes, at)
+    return HomeRows(batch, seq, lengths, of_tokens, planes, at)
 
 
 def _positions(given: Any, batch: int, seq: int, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
@@ -113,5 +109,7 @@ def _begins(
         begins[1:] |= np.diff(of_tokens) != 0
         return begins
     if positions is not None:
-        begins[1:] |= np.diff(positions.cpu().numpy()) != 1
+        steps = np.diff(positions.cpu().numpy())
+        # Beside a mask, positions that skip some are those of one document, and only falling ones begin another.
+        begins[1:] |= steps != 1 if given.get("attention_mask") is None else steps <= 0
     return begins

@@ -16,15 +16,18 @@ from test_pool import check_gradients
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    DynamicCache,
 )
 
 import longweave as lw
 from longweave.launch import Ranks
+from longweave.models import pooled_head
 
 # -- alone on a rank ---------------------------------------------------------------------------------
 
@@ -289,3 +292,99 @@ def test_without_process_group_it_is_the_model_itself() -> None:
     assert worst(out.logits[keep], want.logits[places_of(0, 1)]) < 1e-9
     assert worst(out.loss, want.loss) < 1e-9
     assert CU[-1] == int(keep.sum())
+
+
+# -- what would be silently wrong --------------------------------------------------------------------
+
+
+def test_parts_of_a_pooled_model_are_not_pooled_again() -> None:
+    model = lw.pool(build("llama"))
+    for again in (model.model, ValueHead(model.model), copy.deepcopy(model.model)):
+        with pytest.raises(lw.InputError, match="pooled already"):
+            lw.pool(again)
+        with pytest.raises(lw.InputError, match="pooled already"):
+            lw.parallelize(again)
+    with pytest.raises(lw.InputError, match="takes rows"):
+        model.model(**lw.shard_batch(data().ids, CU).inputs)
+
+
+def test_refused_because_it_would_be_wrong() -> None:
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    prompts = get_peft_model(build("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(lw.InputError, match="virtual tokens"):
+        lw.pool(prompts, head="pooled")
+    activated = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
+    with pytest.raises(lw.InputError, match="alora"):
+        lw.pool(get_peft_model(build("llama"), activated))
+    model = lw.pool(build("llama"))
+    model.get_input_embeddings().neftune_noise_alpha = 5
+    with pytest.raises(lw.InputError, match="NEFTune"):
+        model(input_ids=data().ids[None])
+
+
+def test_restore_does_not_undo_what_others_did_later() -> None:
+    model = lw.pool(build("llama"), head="pooled")
+    ours = model.forward
+    model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    with pytest.raises(lw.InputError, match="replaced after"):
+        lw.restore(model)
+    model.forward = ours
+    lw.restore(model)
+
+
+def test_the_loss_comes_first() -> None:
+    model = lw.pool(build("qwen3_moe"), head="pooled")
+    ids = data().ids[None, :9]
+    model.router_aux_loss_coef = 3.0
+    out = model(input_ids=ids, labels=ids, output_router_logits=True)
+    assert out[0] is out.loss
+    assert out.loss.ndim == 0
+    first, *_ = model(input_ids=ids, labels=ids, output_router_logits=True, return_dict=False)
+    assert worst(first, out.loss) < 1e-12
+    assert worst(lw.restore(model)(input_ids=ids, labels=ids, output_router_logits=True).loss, out.loss) < 1e-5
+
+
+def chunks_with_fsdp() -> None:
+    """Ranks with few and with many tokens; the output layer is gathered for every chunk."""
+    pooled_head.CHUNK = 8
+    try:
+        model = lw.pool(build("llama", torch.float32), layout="home", head="pooled")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*model.model.layers, model.model, model.lm_head, model):
+            fully_shard(part, mesh=mesh)
+        given, _ = rows("right", dist.get_rank(), dist.get_world_size())
+        out = model(**given)
+        out.loss.backward()
+    finally:
+        pooled_head.CHUNK = 1024
+    plain = build("llama", torch.float32)
+    assert worst(out.loss, plain(**given).loss) < 1e-5
+
+
+def test_every_rank_has_as_many_chunks(ranks: Ranks) -> None:
+    ranks.run(chunks_with_fsdp, size=2)
+
+
+def other_planes() -> None:
+    ids = data().ids[None, :8]
+    model = lw.pool(build("llama"), wait=5)
+    positions = torch.arange(8).expand(3, 1, 8) if dist.get_rank() else None
+    with pytest.raises(lw.GroupError, match="another call of the pooled model"):
+        model(input_ids=ids, position_ids=positions)
+
+
+def test_other_planes_of_positions_are_named(ranks: Ranks) -> None:
+    ranks.run(other_planes, size=2)
+
+
+def test_caches_with_checkpointing() -> None:
+    """A call that runs alone is computed anew in backward as it was: with the attention that the model had before."""
+    plain = build("llama")
+    plain.gradient_checkpointing_enable({"use_reentrant": False})
+    model = lw.pool(copy.deepcopy(plain))
+    ids = data().ids[None, :9]
+    for one in (plain, model):
+        one(ids, past_key_values=DynamicCache(config=one.config)).logits.square().sum().backward()
+    for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert worst(q.grad, p.grad) < 1e-9, name

@@ -111,7 +111,7 @@ def test_rows_are_read_as_documents(name: str) -> None:
     rows = read(shape, **given)
     assert (rows.batch, rows.seq) == shape
     assert rows.lengths.tolist() == lengths
-    assert rows.tokens == sum(lengths) == len(positions)
+    assert len(rows.positions) == sum(lengths) == len(positions)
     assert (None if rows.places is None else rows.places.tolist()) == places
     assert rows.positions[:, 0].tolist() == positions
     assert rows.positions.dtype == torch.long
@@ -143,8 +143,11 @@ def test_take_and_put_carry_gradients() -> None:
     for mask in (None, LEFT):
         rows = read((3, 4), attention_mask=mask)
         x = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
-        y = torch.randn(rows.tokens, 2, dtype=torch.float64, requires_grad=True)
-        up, upstream = torch.randn(3, 4, 2, dtype=torch.float64), torch.randn(rows.tokens, 2, dtype=torch.float64)
+        y = torch.randn(len(rows.positions), 2, dtype=torch.float64, requires_grad=True)
+        up, upstream = (
+            torch.randn(3, 4, 2, dtype=torch.float64),
+            torch.randn(len(rows.positions), 2, dtype=torch.float64),
+        )
         (to_x,) = torch.autograd.grad(rows.take(x), x, upstream)
         (to_y,) = torch.autograd.grad(rows.put(y), y, up)
         assert torch.equal(to_x, rows.put(upstream)), "zeros at padding"
