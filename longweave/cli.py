@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from longweave.plan import Shape
+
+if TYPE_CHECKING:
+    from longweave.tools.bench.pool import PoolTime
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Context parallelism for PyTorch.")
 bench = typer.Typer(no_args_is_help=True, help="Measure here: ratios from one run.")
@@ -259,6 +263,61 @@ def bench_linear(
     console.print(table)
     linear.plot(rows, plot)
     console.print(f"plot: {plot}")
+
+
+@bench.command("pool")
+def bench_pool(
+    ranks: int = typer.Option(2, min=2, help="Local ranks, one thread each; no more than cores."),
+    rows: int = typer.Option(2, min=1, help="Of a rank in a step."),
+    steps: int = typer.Option(8, min=1, help="With new lengths in each."),
+    longest: int = typer.Option(8192, min=16, help="Tokens of the longest row."),
+    seed: int = typer.Option(0, help="Of the lengths."),
+    rounds: int = typer.Option(1, min=1, help="Of each step, of which the best counts: for machines that are shared."),
+) -> None:
+    """DDP against DDP with `lw.pool`, on rows of very different lengths and on equal ones. Takes minutes."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which measures memory, would tell that it does
+    from longweave.launch import Ranks
+    from longweave.tools.bench import pool
+
+    said = []
+    with Ranks(ranks, timeout=3600) as workers:
+        sizes = {"ranks": ranks, "rows": rows, "steps": steps, "longest": longest, "seed": seed, "rounds": rounds}
+        for workload in pool.workloads(**sizes):
+            lines = pool.run(workload, workers)
+            console.print(_pool_table(lines))
+            said += pool.verdict(lines)
+    for line in said:
+        typer.echo(line)
+
+
+def _pool_table(lines: list[PoolTime]) -> Table:
+    first = lines[0]
+    work = first.workload
+    kind = "equal rows" if work.equal else f"rows of log-normal lengths, up to {work.longest} tokens"
+    table = Table(
+        title=f"{work.family}, {kind}: {work.ranks} ranks × {work.rows} rows × {work.steps} steps, DDP, float32",
+        caption=f"the slowest rank has {first.allowed:.2f} × the mean work at home: no sharing gains more",
+    )
+    table.add_column("")
+    columns = "s a step,ratio,median,of the gain,of allowed,CPU ratio,work,tokens,CPU time,MB moved,MB peak"
+    for column in columns.split(","):
+        table.add_column(column, justify="right")
+    for line in lines:
+        gain = f"{line.share:.0%}" if line.variant != "home" and not work.equal else ""
+        slowest = (line.slowest_work, line.slowest_tokens, line.slowest_busy)
+        table.add_row(
+            line.variant,
+            f"{line.seconds / work.steps:.2f}",
+            f"{line.ratio:.2f}",
+            f"{line.median_ratio:.2f}",
+            gain,
+            f"{line.ratio / line.allowed:.2f}",
+            f"{line.busy_ratio:.2f}",
+            *(f"{value:.2f}" for value in slowest),
+            f"{line.mb_sent:.2f}",
+            f"{line.mb_peak:.0f}" if line.mb_peak else "",
+        )
+    return table
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
+import plain_transformers  # noqa: F401 - before models are made
 import pytest
 import torch
 import typer
@@ -13,7 +14,7 @@ from longweave.cli import app
 from longweave.launch import Ranks
 from longweave.plan import CPU, Machine
 from longweave.plan.cost import traffic
-from longweave.tools.bench import attention, host, linear, packed
+from longweave.tools.bench import attention, host, linear, packed, pool
 
 
 def test_attention(ranks: Ranks) -> None:
@@ -130,3 +131,51 @@ def groupcast_case() -> tuple[Machine, lw.Layout, int]:
     lw.attention(q, k, v, pack, strategy="groupcast")
     (plan,) = pack.plans
     return plan.machine, pack.layout, plan.stages
+
+
+@pytest.mark.parametrize(("family", "equal"), [("dense", False), ("dense", True), ("hybrid", False)])
+def test_pool(ranks: Ranks, family: str, equal: bool) -> None:
+    ranks.run(plain_models, size=2)
+    workload = pool.Workload(family, steps=2, longest=300, equal=equal, hidden=32, vocabulary=64)
+    lines = pool.run(workload, ranks)  # and the losses are equal
+    assert [line.variant for line in lines] == workload.variants
+    home, pooled, with_head = lines[:3]
+    assert home.mb_sent == 0
+    assert home.ratio == home.median_ratio == home.busy_ratio == 1
+    assert home.allowed == home.slowest_work
+    if equal:
+        assert home.allowed == 1
+        assert pooled.mb_sent == with_head.mb_sent == 0, "there is nothing to share"
+    else:
+        assert home.allowed > with_head.slowest_work
+        assert home.slowest_tokens > with_head.slowest_tokens == pooled.slowest_tokens
+        assert pooled.mb_sent > with_head.mb_sent > 0, "hidden states do not go home"
+    for line in lines:
+        assert min(line.seconds, line.busy, line.ratio, line.median_ratio) > 0
+        assert len(line.losses) == 2
+        assert (line.mb_peak > 0) != equal
+    assert [text.split(":")[0].split(",")[1] for text in pool.verdict(lines)[:2]] == [" pool", " pool + head"]
+
+
+def plain_models() -> None:
+    """On ranks that serve other tests as well: models come without flash-linear-attention (`plain_transformers`)."""
+
+
+def test_bench_pool_shows_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(workload: pool.Workload, ranks: object) -> list[pool.PoolTime]:
+        name = f"{workload.family} {workload.equal}"
+        return [
+            pool.PoolTime(workload, variant, 8.0, ratio, 1.2, 1.1, 1.0, 1.1, 7.9, 1.3, 2.5, peak, 1.5, (name,))
+            for variant, ratio, peak in (("home", 1.0, 50.0), ("pool", 1.45, 40.0), ("pool + head", 0.94, 60.0))
+        ]
+
+    monkeypatch.setattr(pool, "run", run)
+    monkeypatch.setenv("COLUMNS", "160")
+    result = CliRunner().invoke(app, ["bench", "pool", "--steps", "2"])
+    assert result.exit_code == 0, result.output
+    for said in (
+        "dense, pool: 1.45 × as fast as home, 1.50 allowed: 90% of the gain; the bar of 85% is met; peak memory falls",
+        "-12% of the gain; the bar of 85% is missed; peak memory does not fall, 50 → 60 MB",
+        "hybrid, pool + head, equal rows: 0.94 × as fast as home; the bar of 95% is missed",
+    ):
+        assert said in result.output

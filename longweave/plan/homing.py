@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longweave.plan.cost import Machine, Shape, areas
+from longweave.plan.cost import Floats, Machine, Shape, areas
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints, overlaps
@@ -39,12 +39,16 @@ def home_layout(counts: Sequence[int]) -> Layout:
 
 
 def levelled(mask: Mask, home: Layout, work: DecoderWork, shape: Shape, machine: Machine) -> Layout:
-    """The faster of `home` and a balanced layout, by the slowest rank's modelled time."""
-    if home.world_size == 1:
+    """The faster of `home` and a balanced layout, by the slowest rank's modelled time.
+
+    Ranks that are nearly level at home have nothing to gain, and spare themselves the search.
+    """
+    compute = _compute(mask, home, work, machine)
+    worth = float(compute.max()) * (1 - WORTH)
+    if float(compute.mean()) >= worth:
         return home
     other = near(Layout.balanced(mask, home.world_size, shape=shape, machine=machine), home)
-    at_home, moved = (_seconds(mask, layout, home, work, machine) for layout in (home, other))
-    return other if moved < at_home * (1 - WORTH) else home
+    return other if _seconds(mask, other, home, work, machine) < worth else home
 
 
 def near(layout: Layout, home: Layout) -> Layout:
@@ -77,10 +81,16 @@ def _shared(layout: Layout, home: Layout) -> Ints:
     return flat.astype(np.int64).reshape(world, world)
 
 
+def _compute(mask: Mask, layout: Layout, work: DecoderWork, machine: Machine) -> Floats:
+    """Seconds of each rank's work in a forward pass."""
+    flops = np.array(layout.counts) * work.flops_per_token + areas(mask, layout) * work.flops_per_pair
+    seconds: Floats = flops / machine.flops
+    return seconds
+
+
 def _seconds(mask: Mask, layout: Layout, home: Layout, work: DecoderWork, machine: Machine) -> float:
     """Of a forward pass: the slowest rank's work, and the busiest one's way there and home."""
-    counts = np.array(layout.counts)
-    compute = (counts * work.flops_per_token + areas(mask, layout) * work.flops_per_pair) / machine.flops
     stays = np.diagonal(_shared(layout, home))
-    moved = np.maximum(counts - stays, np.array(home.counts) - stays)
-    return float(compute.max() + moved.max() * work.bytes_home / machine.bytes_per_second)
+    moved = np.maximum(np.array(layout.counts) - stays, np.array(home.counts) - stays)
+    way = moved.max() * work.bytes_home / machine.bytes_per_second
+    return float(_compute(mask, layout, work, machine).max() + way)

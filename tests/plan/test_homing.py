@@ -178,3 +178,11 @@ def test_a_slow_way_home_is_not_worth_it(kind: str) -> None:
     mask, home = KINDS[kind]([0, 4000, 4050, 4100]), home_layout([4000, 50, 50])
     assert levelled(mask, home, WORK, SHAPE, Machine()) != home
     assert levelled(mask, home, WORK, SHAPE, Machine(bytes_per_second=1e3)) is home
+
+
+def test_level_ranks_spare_themselves_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal rows, and one rank alone: nothing can be gained, which is seen before a layout is sought."""
+    monkeypatch.setattr(Layout, "balanced", None)
+    for counts, borders in (([800, 800, 800], [0, 500, 800, 1100, 1600, 1900, 2400]), ([70], [0, 70])):
+        home = home_layout(counts)
+        assert levelled(Mask.causal(borders), home, WORK, SHAPE, CPU) == home

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,3 +41,13 @@ def median_seconds(call: Callable[[], object], rounds: int) -> float:
         call()
         took.append(time.perf_counter() - begin)
     return statistics.median(took)
+
+
+def peak_bytes(profile: torch.profiler.profile) -> int:
+    """The most bytes alive at once, over those alive at the start. The profile is one with `profile_memory`."""
+    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    alive = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from longweave.kernels.attention import attend, attend_backward
 from longweave.kernels.attention.partial import QuerySide, Tasks
 from longweave.launch import Ranks
 from longweave.plan.cost import Machine, cost
-from longweave.tools.bench import seconds
+from longweave.tools.bench import peak_bytes, seconds
 from longweave.tools.bench.attention import DIM, KV_HEADS, inputs
 
 
@@ -95,17 +94,7 @@ def footprint(cu: list[int], strategy: str, layout: str) -> tuple[int, int]:
         torch.autograd.graph.saved_tensors_hooks(note, lambda x: x),
     ):
         lw.attention(q, k, v, pack)
-    return sum(kept.values()), _peak(profile)
-
-
-def _peak(profile: torch.profiler.profile) -> int:
-    """The most bytes alive at once, over those alive at the start."""
-    events: list[Any] = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    alive = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
+    return sum(kept.values()), peak_bytes(profile)
 
 
 @dataclass(frozen=True)
