@@ -23,3 +23,10 @@ class PooledHeadOutput(ModelOutput):
     aux_loss: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        raise AttributeError(
+            'with head="pooled", a call with labels has log_probs and no logits; call the model without labels, or '
+            'lw.pool it with head="home"'
+        )

@@ -30,7 +30,7 @@ from longweave.models.layers import check_layers, switch_layers
 from longweave.models.pooled import Pooling, work_of
 from longweave.models.pooled_decoder import ALONE, POOLING, decoder_forward, generate
 from longweave.models.pooled_head import find_heads, pool_heads
-from longweave.models.roles import is_model, roles
+from longweave.models.roles import FAMILIES, is_model, roles
 from longweave.models.running import Alone
 
 M = TypeVar("M", bound=nn.Module)
@@ -120,9 +120,13 @@ def _decoders(model: nn.Module) -> list[nn.Module]:
     models = [module for module in model.modules() if is_model(module)]
     found = [module for module in models if not any(is_model(part) for part in list(module.modules())[1:])]
     if not found:
-        roles(model)  # names what has no role
+        problem = "none of its modules embeds tokens, calls layers and returns a ModelOutput with last_hidden_state"
+        try:
+            roles(model)
+        except InputError as error:
+            problem = str(error)
         raise InputError(
-            f"{type(model).__name__} has no decoder that is known; say which class embeds the tokens, calls the layers "
-            'and returns a ModelOutput with last_hidden_state: longweave.models.register(type(decoder), "model")'
+            f"{type(model).__name__} has no decoder that is known (known are {', '.join(FAMILIES)}): {problem}. "
+            'A decoder of your own: longweave.models.register(type(decoder), "model")'
         )
     return found

@@ -93,12 +93,17 @@ class Pooled:
 
 
 def gather_rows(
-    pooling: Pooling, asked: Mapping[str, Any], kind: str, targets_of: Callable[[HomeRows], Tensor | None]
+    pooling: Pooling,
+    asked: Mapping[str, Any],
+    kind: str,
+    weights: str,
+    targets_of: Callable[[HomeRows], Tensor | None],
 ) -> Pooled:
-    """Meet the other ranks, and make one pack of the documents of all.
+    """One pack of the documents of all ranks.
 
-    asked: the arguments of the decoder. kind: what must be the same on every rank. targets_of: gives (batch, seq), what
-    each token predicts, where that travels along; raises where this rank's call is wrong. Then all ranks raise.
+    asked: the arguments of the decoder. kind, weights: what must be the same on every rank. targets_of: gives (batch,
+    seq), what each token predicts, where that travels along; raises where this rank's call is wrong. Then all ranks
+    raise.
     """
     comm = resolve(group_named(pooling.group))
     _warn_if_forgotten(comm)
@@ -112,7 +117,7 @@ def gather_rows(
     except Exception as error:
         problem = error
     try:
-        lengths = _all_lengths(comm, pooling, rows, kind, problem)
+        lengths = _all_lengths(comm, pooling, rows, kind, weights, problem)
     finally:
         del problem  # an error that refers to this frame would keep everything in it alive
     assert rows is not None
@@ -128,8 +133,15 @@ def gather_rows(
 
 
 def _warn_if_forgotten(comm: Comm) -> None:
-    """A launcher started several processes, but nobody joined them: each would train a model of its own."""
+    """A group of one rank; or a launcher started several processes, but nobody joined them."""
     processes = os.environ.get("WORLD_SIZE", "1")
+    world = resolve(None).size
+    if comm.size == 1 < world:
+        warnings.warn(
+            f"the group of the pooled model has one rank, of {world} in all: nothing is shared. Give lw.pool the group, "
+            "or the dimension of a mesh, inside which documents are to be shared",
+            stacklevel=5,
+        )
     if comm.group is None and processes not in ("", "1"):
         warnings.warn(
             f"WORLD_SIZE is {processes}, but torch.distributed is not initialised: this process trains alone, with or "
@@ -149,7 +161,7 @@ def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> HomeRows:
 
 
 def _all_lengths(
-    comm: Comm, pooling: Pooling, rows: HomeRows | None, kind: str, problem: Exception | None
+    comm: Comm, pooling: Pooling, rows: HomeRows | None, kind: str, weights: str, problem: Exception | None
 ) -> list[Ints]:
     """The lengths of the documents of every rank, once all ranks have said that they make the same call."""
     options = {"layout": pooling.layout, "mask": pooling.mask, **pooling.ways}
@@ -161,7 +173,14 @@ def _all_lengths(
         "another call of the pooled model than the rest",
         f"every rank must call it alike, in the same mode and with the same options; this rank's call is: {call}",
     )
-    facts = [ledger_of(comm).fact(), same_call]
+    same_weights = Fact(
+        weights,
+        "holds",
+        "other weights than the rest",
+        "all ranks must begin with the same weights and take the same steps: wrap the model in DDP or FSDP2, which "
+        "average gradients (transformers' trainers do, on CPUs with use_cpu=True)",
+    )
+    facts = [ledger_of(comm).fact(), same_call, same_weights]
     own = np.array(digests_of(facts, problem), dtype=np.int64).tobytes()
     own += rows.lengths.tobytes() if problem is None and rows is not None else f"{problem}".encode()
     found = store_all_gather(comm, own, pooling.wait, "the forward of a pooled model")

@@ -7,6 +7,7 @@ rows that met in the head     (`longweave.models.pooled_head`) run the layers, l
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longweave.comm.exchange import is_sharded
 from longweave.errors import InputError
 from longweave.models.adapters import NAME
 from longweave.models.changes import bind_checkpoints
@@ -24,6 +26,8 @@ from longweave.models.pooled import Pooled, Pooling, gather_rows
 from longweave.models.rows import HomeRows
 from longweave.models.running import KEY, Alone, current, running
 from longweave.tensors import eager
+
+SAMPLES = 8  # weights that are compared between ranks in every call
 
 POOLING, ALONE = "_longweave_pooling", "_longweave_alone"  # attributes of modules
 
@@ -100,7 +104,7 @@ def gather(
         _check(decoder, asked, rows)
         return None if targets_of is None else targets_of(rows)
 
-    return gather_rows(vars(decoder)[POOLING], asked, _kind(decoder, asked, head), checked)
+    return gather_rows(vars(decoder)[POOLING], asked, _kind(decoder, asked, head), _weights(decoder), checked)
 
 
 def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
@@ -119,14 +123,21 @@ def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
         "planes of position_ids": _planes(asked.get("position_ids")),
     }
     options = {name: value for name, value in sorted(asked.items()) if isinstance(value, bool | str)}
-    shown = ", ".join(f"{name} {value}" for name, value in {**modes, **options}.items() if value is not False)
+    shown = ", ".join(f"{name} {value}" for name, value in {**modes, **options}.items())
     config = getattr(decoder, "config", None)
     layers, width = (getattr(config, name, "?") for name in ("num_hidden_layers", "hidden_size"))
     return f"{type(decoder).__name__} of {layers} layers of {width}, on {tokens}, with {shown}"
 
 
-def _planes(position_ids: Any) -> tuple[int, ...] | bool:
-    return tuple(position_ids.shape[:-2]) or False if isinstance(position_ids, Tensor) else False
+def _weights(decoder: nn.Module) -> str:
+    """A few numbers that tell other weights: tokens of a rank are computed with those of all ranks."""
+    parameters = [p for p in decoder.parameters() if p.numel() and not is_sharded(p) and not p.is_meta]
+    few = parameters[:: max(len(parameters) // SAMPLES, 1)]
+    return str([float(p.detach().reshape(-1)[p.numel() // 2]) for p in few])
+
+
+def _planes(position_ids: Any) -> int:
+    return math.prod(position_ids.shape[:-2]) if isinstance(position_ids, Tensor) else 1
 
 
 def _warn_of_head(pooling: Pooling) -> None:
@@ -164,6 +175,10 @@ def _check(decoder: Any, asked: Mapping[str, Any], rows: HomeRows) -> None:
         )
     if asked.get("output_attentions") or getattr(config, "output_attentions", False):
         raise InputError("a pooled model never holds attention weights; call it without output_attentions")
+    if asked.get("output_entropy") and vars(decoder)[POOLING].head == "home":
+        raise InputError(
+            'output_entropy goes with lw.pool(model, head="pooled"), which has no logits to compute it from'
+        )
     embedding = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
     if getattr(embedding, "neftune_noise_alpha", None) and decoder.training:
         raise InputError(

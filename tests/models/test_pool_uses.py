@@ -388,3 +388,46 @@ def test_caches_with_checkpointing() -> None:
         one(ids, past_key_values=DynamicCache(config=one.config)).logits.square().sum().backward()
     for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         assert worst(q.grad, p.grad) < 1e-9, name
+
+
+def without_ddp() -> None:
+    """Nobody averages the gradients: after the first step, the ranks' weights differ."""
+    model = lw.pool(build("llama", torch.float32), wait=5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given, _ = rows("right", dist.get_rank(), dist.get_world_size())
+    model(**given).loss.backward()
+    optimizer.step()
+    with pytest.raises(lw.GroupError, match=r"other weights .*DDP or FSDP2"):
+        model(**given)
+
+
+def test_weights_that_differ_are_named(ranks: Ranks) -> None:
+    ranks.run(without_ddp, size=2)
+
+
+def in_a_group_of_one() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
+    model = lw.pool(build("llama", torch.float32), mesh["cp"])
+    with pytest.warns(UserWarning, match="nothing is shared"):
+        model(input_ids=data().ids[None, :9])
+
+
+def test_a_group_of_one_is_noticed(ranks: Ranks) -> None:
+    ranks.run(in_a_group_of_one, size=2)
+
+
+def test_processes_that_nobody_joined_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="trains alone"):
+        lw.pool(build("llama", torch.float32))(input_ids=data().ids[None, :9])
+
+
+def test_what_a_pooled_head_has_not() -> None:
+    ids = data().ids[None, :9]
+    with pytest.raises(AttributeError, match="log_probs and no logits"):
+        _ = lw.pool(build("llama"), head="pooled")(input_ids=ids, labels=ids).logits
+    with pytest.raises(lw.InputError, match="output_entropy"):
+        lw.pool(build("llama"))(input_ids=ids, labels=ids, output_entropy=True)
+    model = lw.pool(build("llama"), head="pooled")
+    with pytest.warns(UserWarning, match="called by itself"):
+        model.model(input_ids=ids)
