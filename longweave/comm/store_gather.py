@@ -60,7 +60,8 @@ def store_all_gather(comm: Comm, message: bytes, wait: float, what: str) -> list
             raise GroupError(
                 f"{_absent(absent)} {what} within {wait:g} s (call {number}; I am rank {comm.rank}). All ranks of the "
                 "group must make this call equally often: no rank may skip a batch, evaluate by itself, or "
-                "have fewer batches than the others. If a rank really needs longer, raise wait="
+                "have fewer batches than the others, and each runs as many backward passes as the others, which it may "
+                "still be waiting in. If a rank really needs longer, raise wait="
             )
         if number > 1:  # all ranks have read the call before this one
             store.delete_key(_keys(comm, number - 1)[comm.rank])

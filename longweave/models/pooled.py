@@ -138,8 +138,8 @@ def _warn_if_forgotten(comm: Comm) -> None:
     world = resolve(None).size
     if comm.size == 1 < world:
         warnings.warn(
-            f"the group of the pooled model has one rank, of {world} in all: nothing is shared. Give lw.pool the group, "
-            "or the dimension of a mesh, inside which documents are to be shared",
+            f"the group of the pooled model has one rank, of {world} in all: nothing is shared. Give lw.pool the "
+            "group, or the dimension of a mesh, inside which documents are to be shared",
             stacklevel=5,
         )
     if comm.group is None and processes not in ("", "1"):
@@ -157,6 +157,8 @@ def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> HomeRows:
     tokens = ids if ids is not None else embeds
     if not isinstance(tokens, Tensor):
         raise InputError(f"the tokens are a {type(tokens).__name__}; give a tensor")
+    if tokens.dtype.is_floating_point != (ids is None) or tokens.dtype in (torch.bool, torch.complex64):
+        raise InputError(f"the tokens are {tokens.dtype}; give integer input_ids, or floating inputs_embeds")
     return read_rows(tokens.shape if ids is not None else tokens.shape[:-1], tokens.device, asked)
 
 
@@ -176,7 +178,7 @@ def _all_lengths(
     same_weights = Fact(
         weights,
         "holds",
-        "other weights than the rest",
+        "other weights (values, dtypes, or which of them are frozen) than the rest",
         "all ranks must begin with the same weights and take the same steps: wrap the model in DDP or FSDP2, which "
         "average gradients (transformers' trainers do, on CPUs with use_cpu=True)",
     )

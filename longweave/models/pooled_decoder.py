@@ -130,10 +130,15 @@ def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
 
 
 def _weights(decoder: nn.Module) -> str:
-    """A few numbers that tell other weights: tokens of a rank are computed with those of all ranks."""
-    parameters = [p for p in decoder.parameters() if p.numel() and not is_sharded(p) and not p.is_meta]
-    few = parameters[:: max(len(parameters) // SAMPLES, 1)]
-    return str([float(p.detach().reshape(-1)[p.numel() // 2]) for p in few])
+    """What tells other weights: a few values, and of all of them dtype and whether they are trained.
+
+    The tokens of a rank are computed with the weights of all ranks.
+    """
+    parameters = list(decoder.parameters())
+    kinds = "".join(f"{p.dtype} {p.requires_grad}," for p in parameters)
+    held = [p for p in parameters if p.numel() and not is_sharded(p) and not p.is_meta]
+    few = held[:: max(len(held) // SAMPLES, 1)]
+    return f"{kinds} {[float(p.detach().reshape(-1)[p.numel() // 2]) for p in few]}"
 
 
 def _planes(position_ids: Any) -> int:
@@ -179,18 +184,30 @@ def _check(decoder: Any, asked: Mapping[str, Any], rows: HomeRows) -> None:
         raise InputError(
             'output_entropy goes with lw.pool(model, head="pooled"), which has no logits to compute it from'
         )
+    ids = asked.get("input_ids")
     embedding = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
     if getattr(embedding, "neftune_noise_alpha", None) and decoder.training:
         raise InputError(
             "NEFTune (neftune_noise_alpha) scales its noise by the length of a row, and a pooled decoder has no rows; "
             "train without it"
         )
+    if ids is not None and isinstance(embedding, nn.Embedding):
+        check_range("input_ids", ids, embedding.num_embeddings)
     for name, value in asked.items():
         if name not in _READ and isinstance(value, Tensor) and value.shape[:2] == (rows.batch, rows.seq):
             raise InputError(
                 f"the argument {name} has a value for every token, of shape {tuple(value.shape)}; a pooled decoder "
                 "takes input_ids or inputs_embeds, attention_mask, position_ids, cu_seq_lens_q and seq_idx"
             )
+
+
+def check_range(name: str, ids: Tensor, count: int) -> None:
+    """Here, since else it would be found by whichever rank computes the token, while the others wait for it."""
+    if not ids.numel():
+        return
+    low, high = (int(x) for x in ids.aminmax())
+    if low < 0 or high >= count:
+        raise InputError(f"{name} holds {low if low < 0 else high}; the model knows 0 to {count - 1}")
 
 
 def _run(original: Callable[..., Any], decoder: nn.Module, pooled: Pooled, asked: Mapping[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from longweave.errors import InputError
 from longweave.models.changes import Undo
 from longweave.models.loss import nll
 from longweave.models.pooled import Pooled
-from longweave.models.pooled_decoder import HiddenStates, arguments, gather, runs_alone
+from longweave.models.pooled_decoder import HiddenStates, arguments, check_range, gather, runs_alone
 from longweave.models.roles import is_model
 from longweave.models.rows import HomeRows
 from longweave.models.running import KEY
@@ -124,7 +124,7 @@ def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
 
     def targets_of(rows: HomeRows) -> Tensor:
         nonlocal targets
-        targets = _targets(asked, rows)
+        targets = _targets(asked, rows, decoder.config.vocab_size)  # type: ignore[union-attr,arg-type]
         return targets
 
     pooled = gather(decoder, asked, "pooled", targets_of)
@@ -134,13 +134,15 @@ def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
     return {**asked, KEY: pooled, "labels": None, "shift_labels": pooled.targets, "return_dict": True}
 
 
-def _targets(asked: Mapping[str, Any], rows: HomeRows) -> Tensor:
+def _targets(asked: Mapping[str, Any], rows: HomeRows, vocabulary: int) -> Tensor:
     """What every token of the rows should predict, −100 where nothing."""
     name = "labels" if asked.get("shift_labels") is None else "shift_labels"
     labels, ignored = asked[name], asked.get("ignore_index", -100)
     if not isinstance(labels, Tensor) or labels.shape != (rows.batch, rows.seq) or labels.dtype.is_floating_point:
         shown = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise InputError(f"{name} is {shown} for tokens of {(rows.batch, rows.seq)}; give an integer for every token")
+    counted = labels[labels != ignored]
+    check_range(name, counted, vocabulary)
     if name == "labels" and rows.seq:
         labels = torch.cat([labels[:, 1:], labels.new_full((rows.batch, 1), ignored)], dim=1)
     # A padding token predicts nothing, though the first token of a left-padded row stands right of one.

@@ -431,3 +431,30 @@ def test_what_a_pooled_head_has_not() -> None:
     model = lw.pool(build("llama"), head="pooled")
     with pytest.warns(UserWarning, match="called by itself"):
         model.model(input_ids=ids)
+
+
+def one_rank_is_wrong(how: str, head: str) -> None:
+    """What only one rank does wrong is raised there, and named on the others, before anything is sent."""
+    model = lw.pool(build("llama", torch.float32), head=head, wait=5)
+    given, _ = rows("right", dist.get_rank(), dist.get_world_size())
+    model(**given).loss.backward()
+    wrong = dist.get_rank() == 1
+    if wrong and how == "ids":
+        given["input_ids"][0, 0] = VOCAB
+    elif wrong and how == "labels":
+        given["labels"][0, 1] = VOCAB + 3
+    elif wrong and how == "floats":
+        given["input_ids"] = given["input_ids"].float()
+    elif wrong and how == "dtype":
+        model.bfloat16()
+    elif how == "frozen":  # as many, but others
+        model.model.layers[dist.get_rank()].requires_grad_(False)
+    with pytest.raises(lw.InputError if wrong and how in ("ids", "labels", "floats") else lw.GroupError) as raised:
+        model(**given)
+    text = {"ids": "input_ids holds 97", "labels": "labels holds 100", "floats": "torch.float32"}
+    assert text.get(how, "other weights") in str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["ids", "labels", "floats", "dtype", "frozen"])
+def test_a_wrong_rank_is_named(ranks: Ranks, how: str) -> None:
+    ranks.run(one_rank_is_wrong, how, "pooled" if how in ("labels", "dtype") else "home", size=2)
