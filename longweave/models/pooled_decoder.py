@@ -137,8 +137,9 @@ def _weights(decoder: nn.Module) -> str:
     parameters = list(decoder.parameters())
     kinds = "".join(f"{p.dtype} {p.requires_grad}," for p in parameters)
     held = [p for p in parameters if p.numel() and not is_sharded(p) and not p.is_meta]
-    few = held[:: max(len(held) // SAMPLES, 1)]
-    return f"{kinds} {[float(p.detach().reshape(-1)[p.numel() // 2]) for p in few]}"
+    middles = [p.detach()[tuple(n // 2 for n in p.shape)] for p in held[:: max(len(held) // SAMPLES, 1)]]
+    values = torch.stack([x.to(middles[0].device, torch.float64) for x in middles]).tolist() if middles else []
+    return f"{kinds} {values}"  # one wait for the device, whatever the number of values
 
 
 def _planes(position_ids: Any) -> int:
@@ -205,7 +206,7 @@ def check_range(name: str, ids: Tensor, count: int) -> None:
     """Here, since else it would be found by whichever rank computes the token, while the others wait for it."""
     if not ids.numel():
         return
-    low, high = (int(x) for x in ids.aminmax())
+    low, high = torch.stack(ids.aminmax()).tolist()
     if low < 0 or high >= count:
         raise InputError(f"{name} holds {low if low < 0 else high}; the model knows 0 to {count - 1}")
 

@@ -145,6 +145,8 @@ def is_model(module: nn.Module) -> bool:
 
 def _role(module: nn.Module) -> Role | None:
     for base in type(module).__mro__:
+        if base.__module__.startswith("torch.distributed.fsdp"):
+            continue  # the class that fully_shard makes of the module's own, which follows
         if base in _registered:
             return _registered[base]
         if base.__module__ == "peft.tuners.lora.model":

@@ -248,7 +248,7 @@ def test_calls_that_a_parallel_model_refuses() -> None:
         lw.parallelize(model)
     with pytest.raises(lw.InputError, match="parallel or pooled already"):
         lw.parallelize(model.model)
-    with pytest.raises(lw.InputError, match="not parallel"):
+    with pytest.raises(lw.InputError, match="neither parallel nor pooled"):
         lw.restore(build("llama"))
     with pytest.raises(lw.BackendError, match="flex"):
         model(**lw.shard_batch(ids, CU, backend="flex").inputs)

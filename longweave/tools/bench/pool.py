@@ -61,7 +61,7 @@ Lengths = list[list[int]]  # of one step: the rows of every rank
 
 
 @dataclass(frozen=True)
-class Workload:
+class PoolWorkload:
     """What is trained, by how many ranks, on how many rows a step of how many tokens."""
 
     family: str  # of FAMILIES
@@ -97,9 +97,9 @@ class Workload:
         return [*POOLED, *([PLAIN] if self.family == "dense" and not self.equal else [])]
 
 
-def workloads(**sizes: int) -> list[Workload]:
+def workloads(**sizes: int) -> list[PoolWorkload]:
     """Both models on heavy-tailed rows, then both on equal ones."""
-    return [Workload(family, equal=equal, **sizes) for equal in (False, True) for family in FAMILIES]
+    return [PoolWorkload(family, equal=equal, **sizes) for equal in (False, True) for family in FAMILIES]
 
 
 # -- on a rank -----------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Measured:
 class Trainee:
     """One variant on this rank."""
 
-    def __init__(self, workload: Workload, variant: str) -> None:
+    def __init__(self, workload: PoolWorkload, variant: str) -> None:
         model = workload.model()
         self.variant = variant
         self.head_flops = 2.0 * workload.hidden * workload.vocabulary
@@ -231,7 +231,7 @@ def _bytes_sent() -> Iterator[list[int]]:
         yield sent
 
 
-def on_rank(workload: Workload) -> tuple[dict[str, list[Measured]], dict[str, int]]:
+def on_rank(workload: PoolWorkload) -> tuple[dict[str, list[Measured]], dict[str, int]]:
     """On one of the ranks: every step of every variant, and each one's peak in the step with the most tokens on a rank.
 
     No peaks for equal rows: there is nothing to level.
@@ -273,7 +273,7 @@ class PoolTime:
     both summed over the steps.
     """
 
-    workload: Workload
+    workload: PoolWorkload
     variant: str
     seconds: float  # of all steps
     ratio: float  # home's seconds over these
@@ -299,7 +299,7 @@ class PoolTime:
         return (self.ratio - 1) / (self.allowed - 1) if self.allowed > 1 else float("nan")
 
 
-def run(workload: Workload, ranks: Ranks) -> list[PoolTime]:
+def run(workload: PoolWorkload, ranks: Ranks) -> list[PoolTime]:
     """A line for each variant. Raises if they do not compute the same loss."""
     answers = ranks.run(on_rank, workload, size=workload.ranks)
     lines: list[PoolTime] = []
