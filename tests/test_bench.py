@@ -136,7 +136,7 @@ def groupcast_case() -> tuple[Machine, lw.Layout, int]:
 @pytest.mark.parametrize(("family", "equal"), [("dense", False), ("dense", True), ("hybrid", False)])
 def test_pool(ranks: Ranks, family: str, equal: bool) -> None:
     ranks.run(plain_models, size=2)
-    workload = pool.Workload(family, steps=2, longest=300, equal=equal, hidden=32, vocabulary=64)
+    workload = pool.PoolWorkload(family, steps=2, longest=300, equal=equal, hidden=32, vocabulary=64)
     lines = pool.run(workload, ranks)  # and the losses are equal
     assert [line.variant for line in lines] == workload.variants
     home, pooled, with_head = lines[:3]
@@ -162,7 +162,7 @@ def plain_models() -> None:
 
 
 def test_bench_pool_shows_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(workload: pool.Workload, ranks: object) -> list[pool.PoolTime]:
+    def run(workload: pool.PoolWorkload, ranks: object) -> list[pool.PoolTime]:
         name = f"{workload.family} {workload.equal}"
         return [
             pool.PoolTime(workload, variant, 8.0, ratio, 1.2, 1.1, 1.0, 1.1, 7.9, 1.3, 2.5, peak, 1.5, (name,))
