@@ -94,8 +94,7 @@ def pool(
     alone = Alone([(changed, config._attn_implementation) for config, changed, _ in undo.configs])
     ways = {"strategy": strategy, "method": method, "backend": backend, "options": options}
     for decoder, some in parts.items():
-        work, shape = work_of(decoder, some)
-        undo.set(decoder, POOLING, Pooling(name, head, layout, mask, ways, wait, work, shape))
+        undo.set(decoder, POOLING, Pooling(name, head, layout, mask, ways, wait, work_of(decoder, some)))
         undo.set(decoder, ALONE, alone)
         undo.replace(decoder, "forward", decoder_forward)
     for module in model.modules():

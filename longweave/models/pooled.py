@@ -50,7 +50,6 @@ class Pooling:
     ways: dict[str, Any]  # strategy, method, backend, options of the pack
     wait: float
     work: DecoderWork
-    shape: Shape
 
 
 class Pooled:
@@ -168,7 +167,7 @@ def _all_lengths(
     """The lengths of the documents of every rank, once all ranks have said that they make the same call."""
     options = {"layout": pooling.layout, "mask": pooling.mask, **pooling.ways}
     call = f"{kind}; pooled with {', '.join(f'{name} {value}' for name, value in options.items() if value)}"
-    costs = f"{pooling.work} {pooling.shape} {machine_of(comm)}"  # they decide the layout
+    costs = f"{pooling.work} {machine_of(comm)}"  # they decide the layout
     same_call = Fact(
         f"{call} {costs}",
         "makes",
@@ -197,14 +196,16 @@ def _all_lengths(
 def _core(comm: Comm, pooling: Pooling, cu_seqlens: Ints, home: Layout) -> PackCore:
     mask = Mask.causal(cu_seqlens) if pooling.mask == "causal" else Mask.full(cu_seqlens)
     layout: str | Layout = pooling.layout
-    if layout == "auto":
-        layout = levelled(mask, home, pooling.work, pooling.shape, machine_of(comm))
-    elif layout == "home":
-        layout = home
-    return PackCore(comm, cu_seqlens, layout, mask=mask, **pooling.ways)
+    ways = pooling.ways
+    if layout in ("auto", "home"):
+        layout = home if layout == "home" else levelled(mask, home, pooling.work, machine_of(comm))
+        if ways["strategy"] == "auto":
+            # Tokens and pairs together are level, so pairs stay with their queries; others would level them apart.
+            ways = {**ways, "strategy": "groupcast"}
+    return PackCore(comm, cu_seqlens, layout, mask=mask, **ways)
 
 
-def work_of(decoder: nn.Module, parts: Parts) -> tuple[DecoderWork, Shape]:
+def work_of(decoder: nn.Module, parts: Parts) -> DecoderWork:
     """What the decoder costs, for the cost model. Results never depend on it."""
     config: Any = getattr(decoder, "config", None)
     default = Shape()
@@ -218,8 +219,13 @@ def work_of(decoder: nn.Module, parts: Parts) -> tuple[DecoderWork, Shape]:
     )
     embeddings = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
     active = sum(_active(p, config) for p in decoder.parameters() if id(p) not in embeddings)
-    layers = sum(role == "attention" for *_, role in parts)
-    return DecoderWork(2.0 * active, float(shape.flops_per_pair * layers), float(hidden * shape.itemsize)), shape
+    attention = sum(role == "attention" for *_, role in parts)
+    return DecoderWork(
+        2.0 * active,
+        float(shape.flops_per_pair * attention),
+        float(hidden * shape.itemsize),
+        is_chained=any(callable(role) for *_, role in parts),
+    )
 
 
 def _active(p: Tensor, config: Any) -> float:

@@ -70,17 +70,22 @@ class PoolWorkload:
     steps: int = 8
     longest: int = 8192
     seed: int = 0
-    rounds: int = 1  # of each step; the best counts
+    rounds: int = 2  # of each step; the best counts
     equal: bool = False  # every rank has rows of the same lengths
     hidden: int = 256
     layers: int = 4
     vocabulary: int = 1024
 
     def draw(self) -> list[Lengths]:
-        """Log-normal lengths; those beyond `longest` are cut."""
-        rng = np.random.default_rng(self.seed)
-        drawn = rng.lognormal(np.log(MEDIAN), SIGMA, (self.steps, self.ranks, self.rows))
-        lengths = np.clip(drawn.astype(np.int64), SHORTEST, self.longest)
+        """Log-normal lengths; those beyond `longest` are cut.
+
+        They are the quantiles of the distribution in random order: few steps have its tail, too.
+        """
+        count = self.steps * self.ranks * self.rows
+        normal = statistics.NormalDist(np.log(MEDIAN), SIGMA)
+        quantiles = np.exp([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
+        drawn = np.random.default_rng(self.seed).permutation(quantiles)
+        lengths = np.clip(drawn.astype(np.int64), SHORTEST, self.longest).reshape(self.steps, self.ranks, self.rows)
         if self.equal:
             lengths = np.broadcast_to(lengths[:, :1], lengths.shape)
         found: list[Lengths] = lengths.tolist()
