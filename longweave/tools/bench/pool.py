@@ -353,7 +353,10 @@ def verdict(lines: Sequence[PoolTime]) -> list[str]:
     for line in (by_name[POOL], by_name[POOL_HEAD]):
         name = f"{home.workload.family}, {line.variant}"
         if home.workload.equal:
-            found.append(f"{name}, equal rows: {line.ratio:.2f} × as fast as home; {_met(line.ratio, LOSS)}")
+            found.append(
+                f"{name}, equal rows: {line.median_ratio:.2f} × as fast as home in the middle one of the steps; "
+                f"{_met(line.median_ratio, LOSS)}"
+            )
             continue
         memory = "falls" if line.mb_peak < home.mb_peak else "does not fall"
         found.append(
