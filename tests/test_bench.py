@@ -176,6 +176,6 @@ def test_bench_pool_shows_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None
     for said in (
         "dense, pool: 1.45 × as fast as home, 1.50 allowed: 90% of the gain; the bar of 85% is met; peak memory falls",
         "-12% of the gain; the bar of 85% is missed; peak memory does not fall, 50 → 60 MB",
-        "hybrid, pool + head, equal rows: 0.94 × as fast as home in the middle one of the steps; the bar of 95% is missed",
+        "pool + head, equal rows: 0.94 × as fast as home in the middle one of the steps; the bar of 95% is missed",
     ):
         assert said in result.output
