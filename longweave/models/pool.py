@@ -65,7 +65,8 @@ def pool(
         the model then returns, in calls with labels, the loss and `log_probs` in the place of logits.
     layout: "auto" moves documents only where that pays; "balanced", "zigzag", "contiguous", or "home" for never.
     mask: "causal", or "full" for models whose tokens see their whole document.
-    strategy, method, backend, options such as `stages`: as in `lw.Pack`.
+    strategy, method, backend, options such as `stages`: as in `lw.Pack`; strategy "auto" is "groupcast" where layout is
+        "auto" or "home".
     wait: seconds to wait for ranks that do not call the model when others do; then they are named.
 
     Calls with a KV cache, and `generate`, run alone on their rank. `lw.restore` makes the model as it was. `pool` may

@@ -4,8 +4,8 @@
     levelled    0 0 0 0 0 0 1 1 1 2 2 2 2 2 0 0 0   1 1 1 1 1 1 1   2 2 2 2     equal work, few cuts
 
 Documents stay at home or go whole to the rank with the least work, the large ones first. Only what fits nowhere is cut,
-into one part for each rank that has room left. The home rank of a cut document takes its beginning and, in models with
-linear layers, its end: there a part can run only when the parts before it have been summed up.
+into one part for each rank that has room left, its home rank first. In models with linear layers a part can run only
+when the parts before it have been summed up: there the order of the parts is the one that waits least (`_in_chain`).
 
 A levelled layout is taken where the slowest rank saves more than the way there and home costs.
 """
@@ -60,17 +60,19 @@ def levelled(mask: Mask, home: Layout, work: DecoderWork, machine: Machine) -> L
 
 def level(mask: Mask, home: Layout, work: DecoderWork) -> Layout:
     """Equal work for every rank, with as few cuts and as few tokens away from home as a greedy search finds."""
-    borders = mask.cu_seqlens
-    curves = [_Curve(length, work, _is_causal(mask)) for length in np.diff(borders).tolist()]
+    borders, lengths = mask.cu_seqlens, np.diff(mask.cu_seqlens)
+    is_causal = _is_causal(mask)
+    curves = [_Curve(length, work, is_causal) for length in lengths.tolist()]
     brought_by = np.searchsorted(np.cumsum(home.counts), borders[:-1], side="right").tolist()
     mean = sum(curve.whole for curve in curves) / home.world_size
     least = mean * WORTH
+    # The largest power of two in 1/GRAIN of a rank's tokens, from 1 to GRAIN.
     grain = max(1, min(GRAIN, 1 << (home.total // home.world_size // GRAIN).bit_length() >> 1))
     room = [mean] * home.world_size
     uncut = [0] * home.world_size  # tokens
     parts: list[tuple[int, int, int]] = []  # rank, start, stop
     too_large = []
-    for document in sorted(np.flatnonzero(np.diff(borders)).tolist(), key=lambda d: -curves[d].whole):
+    for document in sorted(np.flatnonzero(lengths).tolist(), key=lambda d: -curves[d].whole):
         amount = curves[document].whole
         rank = brought_by[document]
         if amount > room[rank] + least:
