@@ -16,18 +16,20 @@ rank: to choose a layout (the dispatch solver) and to choose a strategy (`estima
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.plan import slices as sl
 from longweave.plan.heads import split_heads
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
-from longweave.plan.ranges import Ints
+from longweave.plan.ranges import Ints, check_int, check_number
+
+MOST_SIZE = 1 << 20  # of heads and of their dims
 
 Floats = npt.NDArray[np.float64]
 
@@ -81,6 +83,28 @@ class Machine:
         return shape.kv_bytes / self.bytes_per_second
 
 
+def check_shape(shape: object) -> Shape:
+    if not isinstance(shape, Shape):
+        raise InputError(f"shape is {shown(shape)}; give a longweave.plan.Shape, such as Shape(heads=32)")
+    given = {name: value for name, value in vars(shape).items() if name != "v_dim" or value is not None}
+    remedy = f"give a positive int, at most {MOST_SIZE}"
+    shape = replace(shape, **{name: check_int(name, value, remedy, 1, MOST_SIZE) for name, value in given.items()})
+    if shape.heads % shape.kv_heads:
+        raise InputError(
+            f"heads is {shape.heads} and kv_heads {shape.kv_heads}; query heads must be a multiple of K/V heads"
+        )
+    return shape
+
+
+def check_machine(machine: object) -> Machine:
+    if not isinstance(machine, Machine):
+        raise InputError(f"machine is {shown(machine)}; give a longweave.plan.Machine, such as longweave.plan.CPU")
+    for name, value in vars(machine).items():
+        least = 1.0 if name in ("flops", "bytes_per_second") else 0.0
+        check_number(f"machine.{name}", value, f"give a number from {least:g} to 1e30", least, 1e30)
+    return machine
+
+
 #: Ranks that are processes on one CPU host, a core each: slow arithmetic, so one stage of traffic hides easily.
 CPU = Machine(flops=60e9, bytes_per_second=2e9, latency=100e-6)
 
@@ -110,7 +134,7 @@ class Cost(NamedTuple):
     def imbalance(self) -> float:
         """The largest area over the mean area; 1 for a mask without pairs."""
         total = int(self.area.sum())
-        return float(self.area.max() * len(self.area) / total) if total else 1.0
+        return int(self.area.max()) * len(self.area) / total if total else 1.0
 
 
 def cost(mask: Mask, layout: Layout, node_size: int | None = None) -> Cost:
@@ -123,7 +147,8 @@ def cost(mask: Mask, layout: Layout, node_size: int | None = None) -> Cost:
     read = needs.read_before(stops) - needs.read_before(starts)  # by any rank, by the owner itself too
     own = needs.of_rank(ranks, starts, stops)
     sent, received = _by_rank(read - own, ranks, world), needs.tokens - _by_rank(own, ranks, world)
-    if node_size is None or node_size == 1:
+    node_size = 1 if node_size is None else min(node_size, world)
+    if node_size == 1:
         return Cost(area, sent, received, sent, received)
     sent_across, received_across = sent.copy(), received.copy()
     for step in range(1, node_size):
@@ -157,8 +182,11 @@ def _shares(mask: Mask, layout: Layout) -> tuple[Ints, Ints]:
 
 
 def _by_rank(counts: Ints, ranks: Ints, world: int) -> Ints:
-    # The sums are made in float64, which is exact up to 2^53.
-    return np.bincount(ranks, weights=counts, minlength=world).astype(np.int64)
+    if int(counts.sum()) < 1 << 53:  # the sums are made in float64, which is exact up to there
+        return np.bincount(ranks, weights=counts, minlength=world).astype(np.int64)
+    sums = np.zeros(world, dtype=np.int64)
+    np.add.at(sums, ranks, counts)
+    return sums
 
 
 class Needs:
@@ -252,7 +280,7 @@ def estimates(found: Cost, layout: Layout, shape: Shape, machine: Machine) -> li
     Group-cast is left out where nearly every key is needed everywhere: a ring then brings the same in two buffers.
     """
     ranks, counts = layout.world_size, layout.counts
-    work = found.area * shape.flops_per_pair / machine.flops
+    work = found.area * float(shape.flops_per_pair) / machine.flops
     slowest, total = float(work.max()), float(work.sum())
     received = max(layout.total - count for count in counts) * shape.kv_bytes
     gather = received / machine.bytes_per_second

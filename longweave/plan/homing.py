@@ -1,32 +1,36 @@
-"""Where pooled documents run: with the ranks that brought them, or levelled over all of them.
+"""Where pooled documents run: with the ranks that brought them, or balanced over all of them.
 
     home       ├────── documents of rank 0 ──────┤├── of rank 1 ──┤├ of 2 ┤     as the ranks bring them
-    levelled    0 0 0 0 0 0 1 1 1 2 2 2 2 2 0 0 0   1 1 1 1 1 1 1   2 2 2 2     equal work, few cuts
+    balanced    0 0 0 0 0 0 1 1 1 2 2 2 2 2 0 0 0   1 1 1 1 1 1 1   2 2 2 2     equal work, few cuts
 
 Documents stay at home or go whole to the rank with the least work, the large ones first. Only what fits nowhere is cut,
-into one part for each rank that has room left, its home rank first. In models with linear layers a part can run only
-when the parts before it have been summed up: there the order of the parts is the one that waits least (`_in_chain`).
+over as few ranks as have room for it, its home rank first. But for rounding, no rank gets more than the mean and
+`SLACK` of it. In models with linear layers a part can run only when the parts before it have been summed up: there the
+order of the parts is the one that waits least (`_in_chain`).
 
-A levelled layout is taken where the slowest rank saves more than the way there and home costs.
+A balanced layout is taken where the slowest rank saves more than moving tokens and K/V costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from math import sqrt
 
 import numpy as np
 
 from longweave.plan import slices as sl
-from longweave.plan.cost import Floats, Machine, areas
+from longweave.plan.cost import Floats, Machine, areas, cost
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints, overlaps
 
-WORTH = 0.02  # of the time at home that levelling must save; less work than this share of the mean is no part
+GAIN = 0.02  # of the time at home: a layout that saves less is not taken
+SLACK = 0.02  # of the mean work: what whole documents may take a rank over it
+CUT_SLACK = 0.01  # the same for parts of documents: it spares small parts, while more cuts bring balance closer
 GRAIN = 64  # tokens to which cuts are rounded, fewer in small batches
-BEGINNING = 0.5  # of what the home rank computes of a document that it begins and ends
+BEGIN_SHARE = 0.5  # of what a rank computes of a document that it begins and ends: the part at the beginning
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class DecoderWork:
     flops_per_token: float
     flops_per_pair: float
     bytes_home: float  # of a token's hidden state
+    kv_bytes: float  # of a token's K and V in all attention layers
     is_chained: bool = False  # it has linear layers
 
 
@@ -46,76 +51,145 @@ def home_layout(counts: Sequence[int]) -> Layout:
     return Layout(total, len(counts), stops - np.asarray(counts), stops, np.arange(len(counts)))
 
 
-def levelled(mask: Mask, home: Layout, work: DecoderWork, machine: Machine) -> Layout:
+def faster_layout(mask: Mask, home: Layout, work: DecoderWork, machine: Machine) -> Layout:
     """The faster of `home` and a layout with equal work, by the slowest rank's modelled time. The mask is causal or
     full.
     """
-    compute = _compute(mask, home, work, machine)
-    worth = float(compute.max()) * (1 - WORTH)
-    if float(compute.mean()) >= worth:
+    tokens, pairs = _compute(home, areas(mask, home), work, machine)
+    at_home = tokens + pairs
+    time_to_beat = float(at_home.max()) * (1 - GAIN)
+    if float(at_home.mean()) >= time_to_beat:
         return home
-    other = level(mask, home, work)
-    return other if _seconds(mask, other, home, work, machine) < worth else home
+    balanced = balanced_layout(mask, home, work)
+    return balanced if _seconds(mask, balanced, home, work, machine) < time_to_beat else home
 
 
-def level(mask: Mask, home: Layout, work: DecoderWork) -> Layout:
+def balanced_layout(mask: Mask, home: Layout, work: DecoderWork) -> Layout:
     """Equal work for every rank, with as few cuts and as few tokens away from home as a greedy search finds."""
-    borders, lengths = mask.cu_seqlens, np.diff(mask.cu_seqlens)
-    is_causal = _is_causal(mask)
-    curves = [_Curve(length, work, is_causal) for length in lengths.tolist()]
-    brought_by = np.searchsorted(np.cumsum(home.counts), borders[:-1], side="right").tolist()
-    mean = sum(curve.whole for curve in curves) / home.world_size
-    least = mean * WORTH
+    documents = _documents(mask, home, work)
+    mean = float(documents.amounts.sum()) / home.world_size
+    room = np.full(home.world_size, mean)
+    whole = _place_whole(documents, room, mean * SLACK)
     # The largest power of two in 1/GRAIN of a rank's tokens, from 1 to GRAIN.
     grain = max(1, min(GRAIN, 1 << (home.total // home.world_size // GRAIN).bit_length() >> 1))
-    room = [mean] * home.world_size
-    uncut = [0] * home.world_size  # tokens
-    parts: list[tuple[int, int, int]] = []  # rank, start, stop
-    too_large = []
-    for document in sorted(np.flatnonzero(lengths).tolist(), key=lambda d: -curves[d].whole):
-        amount = curves[document].whole
-        rank = brought_by[document]
-        if amount > room[rank] + least:
-            rank = max(range(home.world_size), key=room.__getitem__)
-        if amount > room[rank] + least:
-            too_large.append(document)
-            continue
-        room[rank] -= amount
-        uncut[rank] += curves[document].length
-        parts.append((rank, int(borders[document]), int(borders[document + 1])))
-    for document in too_large:
-        shares = _divide(curves[document].whole, room, brought_by[document], least)
+    cut = _place_cut(documents, whole, room, mean * CUT_SLACK, work, grain)
+    fits = whole >= 0
+    rows = np.stack([whole, documents.starts, documents.starts + documents.lengths], axis=1)[fits]
+    rows = np.concatenate([rows, np.array(cut, dtype=np.int64).reshape(-1, 3)])
+    ranks, starts, stops = rows[np.lexsort((rows[:, 1], rows[:, 0]))].T
+    return Layout(home.total, home.world_size, starts, stops, ranks)
+
+
+# -- documents and their work ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _BroughtDocuments:
+    """Documents that have tokens, in token order."""
+
+    starts: Ints
+    lengths: Ints
+    brought_by: Ints  # ranks
+    amounts: Floats  # of work
+    is_causal: bool
+
+    def largest_first(self, which: Ints) -> list[int]:
+        found: list[int] = which[np.argsort(-self.amounts[which], kind="stable")].tolist()
+        return found
+
+
+def _documents(mask: Mask, home: Layout, work: DecoderWork) -> _BroughtDocuments:
+    borders = np.unique(mask.cu_seqlens)
+    starts, lengths = borders[:-1], np.diff(borders)
+    is_causal = bool((mask.rows[:, sl.HI] == 0).any())
+    brought_by = np.searchsorted(np.cumsum(home.counts), starts, side="right")
+    tokens = lengths.astype(np.float64)
+    pairs = tokens * (tokens + 1) / 2 if is_causal else tokens * tokens
+    amounts = tokens * work.flops_per_token + pairs * work.flops_per_pair
+    return _BroughtDocuments(starts, lengths, brought_by, amounts, is_causal)
+
+
+class _Curve:
+    """The work of the first tokens of a document: linear · x + square · x²."""
+
+    def __init__(self, length: int, work: DecoderWork, is_causal: bool) -> None:
+        self.length = length
+        self.square = work.flops_per_pair / 2 if is_causal else 0.0
+        self.linear = work.flops_per_token + (self.square if is_causal else work.flops_per_pair * length)
+
+    def tokens_with(self, amount: float) -> float:
+        """How many first tokens have so much work."""
+        if not self.square:
+            return amount / self.linear
+        half = self.linear / (2 * self.square)
+        return sqrt(half * half + amount / self.square) - half
+
+
+# -- who computes what -------------------------------------------------------------------------------
+
+
+def _place_whole(documents: _BroughtDocuments, room: Floats, slack: float) -> Ints:
+    """The rank of each document: its home rank, else the one with the most room, or -1 if it fits nowhere with `slack`.
+    Takes it off the room.
+    """
+    left = room.tolist()
+    # Room only shrinks: an entry is out of date if it promises more than there is, and is then corrected.
+    most = sorted((-amount, rank) for rank, amount in enumerate(left))
+    placed = np.full(len(documents.starts), -1)
+    amounts, brought_by = documents.amounts.tolist(), documents.brought_by.tolist()
+    for document in documents.largest_first(np.arange(len(amounts))):
+        amount, rank = amounts[document], brought_by[document]
+        if amount > left[rank] + slack:
+            while -most[0][0] > left[most[0][1]]:
+                heapreplace(most, (-left[most[0][1]], most[0][1]))
+            rank = most[0][1]
+        if amount <= left[rank] + slack:
+            placed[document] = rank
+            left[rank] -= amount
+    room[:] = left
+    return placed
+
+
+def _place_cut(
+    documents: _BroughtDocuments, whole: Ints, room: Floats, slack: float, work: DecoderWork, grain: int
+) -> list[tuple[int, int, int]]:
+    """Rank, start and stop of each part of the documents that fit nowhere. Takes them off the room."""
+    fits = whole >= 0
+    uncut = np.bincount(whole[fits], weights=documents.lengths[fits], minlength=len(room)).tolist()
+    parts = []
+    for document in documents.largest_first(np.flatnonzero(~fits)):
+        begin = int(documents.starts[document])
+        curve = _Curve(int(documents.lengths[document]), work, documents.is_causal)
+        shares = _divide(float(documents.amounts[document]), room, int(documents.brought_by[document]), slack)
         if work.is_chained:
-            shares = _in_chain(shares, curves[document], uncut)
-        begin = int(borders[document])
-        parts += [(rank, begin + a, begin + b) for rank, a, b in _cut(shares, curves[document], grain)]
-    rows = np.array(sorted(parts), dtype=np.int64).reshape(-1, 3)
-    return Layout(home.total, home.world_size, rows[:, 1], rows[:, 2], rows[:, 0])
+            shares = _in_chain(shares, curve, uncut)
+        parts += [(rank, begin + a, begin + b) for rank, a, b in _spans(shares, curve, grain)]
+    return parts
 
 
 Shares = list[tuple[int, float]]  # of a document, in token order: rank and amount of work
 
 
-def _divide(amount: float, room: list[float], first: int, least: float) -> Shares:
-    """Who takes how much of it: `first`, then the ranks with the most room. Takes it off their room."""
-    shares: Shares = []
-    for rank in sorted(range(len(room)), key=lambda r: (r != first, -room[r])):
-        if room[rank] <= least:
-            continue
-        taken = amount if amount - room[rank] <= least else room[rank]
-        shares.append((rank, taken))
-        room[rank] -= taken
-        amount -= taken
-        if amount <= 0:
-            break
-    else:
-        rank = shares[-1][0] if shares else first
-        room[rank] -= amount
-        shares.append((rank, amount))
-    return shares
+def _divide(amount: float, room: Floats, first: int, slack: float) -> Shares:
+    """Who takes how much of it: `first` if it has room, then the ranks with the most. Takes it off their room.
+
+    As few ranks as can take it with `slack` each. What is over their room they share equally; where nothing is, the
+    last one has room left. All room together is never less than the amount, so ranks without room are not needed, and
+    no part is less than half the slack.
+    """
+    order = np.argsort(-room, kind="stable")
+    if room[first] > slack:
+        order = np.append(first, order[order != first])
+    over = (amount - np.cumsum(room[order])) / np.arange(1, len(room) + 1)
+    count = int(np.argmax(over <= slack)) + 1
+    ranks = order[:count]
+    shares = room[ranks] + max(float(over[count - 1]), 0.0)
+    shares[-1] = amount - shares[:-1].sum()
+    room[ranks] -= shares
+    return list(zip(ranks.tolist(), shares.tolist(), strict=True))
 
 
-def _in_chain(shares: Shares, curve: _Curve, uncut: Sequence[int]) -> Shares:
+def _in_chain(shares: Shares, curve: _Curve, uncut: Sequence[float]) -> Shares:
     """The order in which linear layers wait least, counted in tokens that they run forward; backward takes twice that.
 
     a a a a b b b b     b waits for a in forward, and a for b in backward, while they have whole documents to run
@@ -124,26 +198,26 @@ def _in_chain(shares: Shares, curve: _Curve, uncut: Sequence[int]) -> Shares:
     if len(shares) == 1:
         return shares
     (first, amount), *rest = shares
-    around = [(first, amount * BEGINNING), *rest, (first, amount * (1 - BEGINNING))]
+    around = [(first, amount * BEGIN_SHARE), *rest, (first, amount * (1 - BEGIN_SHARE))]
     if len(rest) > 1:
         return around
 
     def wait(order: Shares) -> float:
         (a, of_a), (b, _) = order
-        cut = curve.at(of_a)
+        cut = curve.tokens_with(of_a)
         return max(0.0, cut - uncut[b]) + 2 * max(0.0, curve.length - cut - uncut[a])
 
-    begin, end = (curve.at(done) for done in (amount * BEGINNING, amount * BEGINNING + rest[0][1]))
+    begin, end = (curve.tokens_with(done) for done in (amount * BEGIN_SHARE, amount * BEGIN_SHARE + rest[0][1]))
     apart = min(shares, shares[::-1], key=wait)
     return apart if wait(apart) <= end - begin else around
 
 
-def _cut(shares: Shares, curve: _Curve, grain: int) -> Iterator[tuple[int, int, int]]:
+def _spans(shares: Shares, curve: _Curve, grain: int) -> Iterator[tuple[int, int, int]]:
     """Rank, start and stop of each share."""
     done, start = 0.0, 0
     for rank, amount in shares[:-1]:
         done += amount
-        stop = min(round(curve.at(done) / grain) * grain, curve.length)
+        stop = min(round(curve.tokens_with(done) / grain) * grain, curve.length)
         if stop > start:
             yield rank, start, stop
             start = stop
@@ -151,26 +225,7 @@ def _cut(shares: Shares, curve: _Curve, grain: int) -> Iterator[tuple[int, int, 
         yield shares[-1][0], start, curve.length
 
 
-class _Curve:
-    """The work of the first tokens of a document."""
-
-    def __init__(self, length: int, work: DecoderWork, causal: bool) -> None:
-        # linear · x + square · x²
-        self.length = length
-        self.square = work.flops_per_pair / 2 if causal else 0.0
-        self.linear = work.flops_per_token + (self.square if causal else work.flops_per_pair * length)
-        self.whole = self.linear * length + self.square * length * length
-
-    def at(self, amount: float) -> float:
-        """How many tokens have so much work."""
-        if not self.square:
-            return amount / self.linear
-        half = self.linear / (2 * self.square)
-        return sqrt(half * half + amount / self.square) - half
-
-
-def _is_causal(mask: Mask) -> bool:
-    return bool((mask.rows[:, sl.HI] == 0).any())
+# -- modelled time -----------------------------------------------------------------------------------
 
 
 def _shared(layout: Layout, home: Layout) -> Ints:
@@ -184,16 +239,22 @@ def _shared(layout: Layout, home: Layout) -> Ints:
     return flat.astype(np.int64).reshape(world, world)
 
 
-def _compute(mask: Mask, layout: Layout, work: DecoderWork, machine: Machine) -> Floats:
-    """Seconds of each rank's work in a forward pass."""
-    flops = np.array(layout.counts) * work.flops_per_token + areas(mask, layout) * work.flops_per_pair
-    seconds: Floats = flops / machine.flops
-    return seconds
+def _compute(layout: Layout, area: Ints, work: DecoderWork, machine: Machine) -> tuple[Floats, Floats]:
+    """Seconds of each rank's tokens, and of its query-key pairs, in a forward pass."""
+    tokens: Floats = np.array(layout.counts) * work.flops_per_token / machine.flops
+    pairs: Floats = area.astype(np.float64) * work.flops_per_pair / machine.flops
+    return tokens, pairs
 
 
 def _seconds(mask: Mask, layout: Layout, home: Layout, work: DecoderWork, machine: Machine) -> float:
-    """Of a forward pass: the slowest rank's work, and the busiest one's way there and home."""
+    """Of a forward pass: the slowest rank's work, and the busiest one's way there and home.
+
+    K/V of cut documents travels while pairs are computed. Backward has twice of both: K/V again, and its gradients.
+    """
+    found = cost(mask, layout)
+    tokens, pairs = _compute(layout, found.area, work, machine)
+    kv = np.maximum(found.sent, found.received) * work.kv_bytes / machine.bytes_per_second
     stays = np.diagonal(_shared(layout, home))
     moved = np.maximum(np.array(layout.counts) - stays, np.array(home.counts) - stays)
     way = moved.max() * work.bytes_home / machine.bytes_per_second
-    return float(_compute(mask, layout, work, machine).max() + way)
+    return float((tokens + np.maximum(pairs, kv)).max() + way)

@@ -58,7 +58,11 @@ worlds = st.integers(1, 9)
 def test_cost_counts_pairs_and_tokens_one_by_one(data: st.DataObject) -> None:
     mask, world = data.draw(masks()), data.draw(worlds)
     layout = data.draw(layouts(mask.total, world))
-    node_size = data.draw(st.integers(1, world + 1))
+    check_cost(mask, layout, data.draw(st.integers(1, world + 1)))
+
+
+def check_cost(mask: Mask, layout: Layout, node_size: int) -> None:
+    world = layout.world_size
     dense = mask.dense()
     owner = np.asarray(layout.owner(np.arange(mask.total)))
     moved = np.zeros((world, world), dtype=int)  # tokens from, to

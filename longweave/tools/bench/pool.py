@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import longweave as lw
-from longweave.comm import exchange
+from longweave.comm.exchange import resolve
 from longweave.launch import Ranks
 from longweave.models.pooled_decoder import POOLING
 from longweave.models.running import current
@@ -176,8 +175,10 @@ class Trainee:
         return {"num_items_in_batch": batch.items, "use_cache": False}
 
     def measure(self, batch: Packed, work: DecoderWork) -> Measured:
-        with _bytes_sent() as sent:
-            loss, seconds, busy = _timed(lambda: self.step(batch))
+        ledger = resolve(None).ledger  # what DDP sends is not in it
+        before = ledger.bytes_sent
+        loss, seconds, busy = _timed(lambda: self.step(batch))
+        sent = ledger.bytes_sent - before
         lengths = np.diff(batch.borders)
         at_home = tokens = int(lengths.sum())
         pairs = int((lengths * (lengths + 1) // 2).sum())
@@ -185,7 +186,7 @@ class Trainee:
             tokens, pairs = self.pack.tokens, int(areas(self.pack.mask, self.pack.layout)[dist.get_rank()])
         head = self.head_flops * (tokens if self.variant == POOL_HEAD else at_home)
         flops = work.flops_per_token * tokens + work.flops_per_pair * pairs + head
-        return Measured(seconds, busy, loss, tokens, flops, sent[0])
+        return Measured(seconds, busy, loss, tokens, flops, sent)
 
     def peak(self, batch: Packed) -> int:
         """The most bytes that a step has alive at once, over those before it."""
@@ -207,32 +208,6 @@ def _timed(call: Callable[[], float]) -> tuple[float, float, float]:
     dist.barrier()
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return result, float(took), busy
-
-
-@contextmanager
-def _bytes_sent() -> Iterator[list[int]]:
-    """Count the bytes that this rank gives to others. DDP does not go through these functions and is not counted."""
-    sent, rank = [0], dist.get_rank()
-    to_all, gather, messages = dist.all_to_all_single, exchange._all_gather, dist.batch_isend_irecv
-
-    def counted_to_all(out: Tensor, x: Tensor, received: list[int], splits: list[int], **how: Any) -> Any:
-        sent[0] += x[: sum(splits) - splits[rank]].nbytes
-        return to_all(out, x, received, splits, **how)
-
-    def counted_gather(out: Tensor, x: Tensor, **how: Any) -> Any:
-        sent[0] += out.nbytes - x.nbytes
-        return gather(out, x, **how)
-
-    def counted_messages(ops: list[dist.P2POp]) -> Any:
-        sent[0] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
-        return messages(ops)
-
-    with (
-        patch.object(dist, "all_to_all_single", counted_to_all),
-        patch.object(exchange, "_all_gather", counted_gather),
-        patch.object(dist, "batch_isend_irecv", counted_messages),
-    ):
-        yield sent
 
 
 def on_rank(workload: PoolWorkload) -> tuple[dict[str, list[Measured]], dict[str, int]]:
