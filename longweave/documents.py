@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from longweave.comm.exchange import Comm, all_reduce_sum
+from longweave.comm.ledger import RecordedCall, call_of
 from longweave.core import PackCore
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.pack import Pack, checked_core
 from longweave.plan.routing import shift_route
-from longweave.tensors import Indices, eager, kind_of, widened
+from longweave.tensors import Indices, check_fill, check_tensor, eager, kind_of, widened
 from longweave.tokens import TokenRoute
 
 
@@ -37,9 +38,9 @@ def shift(x_local: Tensor, pack: Pack, by: int = 1, fill: float = 0) -> Tensor:
     core = checked_core(pack)
     # As text: True and 1.0 are equal to 1, but not as welcome.
     kind = ("shift of", *kind_of(x_local), f"by {by!r}", f"fill {fill!r}")
-    core.enter(kind, lambda: _check_shift(core, x_local, by, fill))
-    core.check_tokens(x_local)
-    return core.once(_shift_route, by).walk(x_local, 0, fill)
+    whole = not isinstance(x_local, Tensor) or not (x_local.is_floating_point() or x_local.is_complex())
+    with core.enter(kind, lambda: _check_shift(core, x_local, by, fill), [x_local]).forward():
+        return core.once(_shift_route, by).walk(x_local, 0, fill if whole else float(fill))
 
 
 @eager
@@ -55,8 +56,8 @@ def document_sum(x_local: Tensor, pack: Pack) -> Tensor:
         loss = loss_of(lw.document_sum(x, pack)) / pack.world_size
     """
     core = checked_core(pack)
-    _enter_sum("document_sum", core, x_local)
-    return _sum(core, x_local)
+    with _enter_sum("document_sum", core, x_local).forward():
+        return _sum(core, x_local)
 
 
 @eager
@@ -66,40 +67,28 @@ def document_mean(x_local: Tensor, pack: Pack) -> Tensor:
     As `lw.document_sum`, divided by the lengths of the documents.
     """
     core = checked_core(pack)
-    _enter_sum("document_mean", core, x_local)
-    total = _sum(core, widened(x_local))
+    with _enter_sum("document_mean", core, x_local).forward():
+        total = _sum(core, widened(x_local))
     (lengths,) = core.once(_lengths).on(total.device)
     return (total / lengths.view(-1, *[1] * (total.ndim - 1))).to(x_local.dtype)
 
 
 def _check_shift(core: PackCore, x: Tensor, by: int, fill: float) -> None:
+    check_tensor("x_local", x)
     core.check_tokens(x)
     if isinstance(by, bool) or not isinstance(by, int):
-        raise InputError(f"by is {by!r}; give the number of tokens to look ahead, negative to look back")
-    if not isinstance(fill, int | float):
-        raise InputError(f"fill is {fill!r}; give a number")
-    if not _holds(x.dtype, fill):
-        raise InputError(f"fill is {fill!r}, which {x.dtype} cannot hold")
+        raise InputError(f"by is {shown(by)}; give the number of tokens to look ahead, negative to look back")
+    check_fill(fill, x.dtype)
 
 
-def _holds(dtype: torch.dtype, value: float) -> bool:
-    """Integers must be held exactly, floats without overflow; NaN and infinities are values of their own."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return not abs(value) < torch.inf or abs(value) <= torch.finfo(dtype).max
-    try:
-        return bool(torch.tensor(value, dtype=dtype).item() == value)
-    except (RuntimeError, OverflowError, ValueError):
-        return False
-
-
-def _enter_sum(name: str, core: PackCore, x: Tensor) -> None:
+def _enter_sum(name: str, core: PackCore, x: Tensor) -> RecordedCall:
     def check() -> None:
+        check_tensor("x_local", x)
         core.check_tokens(x)
         if not x.is_floating_point():
             raise InputError(f"x_local is {x.dtype}; give a floating dtype, such as x_local.float()")
 
-    core.enter((name, "of", *kind_of(x)), check)
-    core.check_tokens(x)
+    return core.enter((name, "of", *kind_of(x)), check, [x])
 
 
 def _sum(core: PackCore, x: Tensor) -> Tensor:
@@ -129,14 +118,15 @@ class _Documents:
 class _DocumentSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, documents: _Documents) -> Tensor:
-        ctx.documents = documents
+        ctx.documents, ctx.call = documents, call_of(documents.comm.ledger, "document_sum")
         wide = widened(x)
         own = wide.new_zeros((documents.count, *x.shape[1:])).index_add_(0, documents.of_tokens.on(x.device)[0], wide)
         return next(all_reduce_sum([own], documents.comm)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _SpreadSum.apply(grads[0], ctx.documents), None  # type: ignore[no-untyped-call]
+        with ctx.call.backward():
+            return _SpreadSum.apply(grads[0], ctx.documents), None  # type: ignore[no-untyped-call]
 
 
 class _SpreadSum(torch.autograd.Function):
@@ -144,10 +134,11 @@ class _SpreadSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, documents: _Documents) -> Tensor:
-        ctx.documents = documents
+        ctx.documents, ctx.call = documents, call_of(documents.comm.ledger, "document_sum")
         (total,) = all_reduce_sum([widened(grad)], documents.comm)
         return total.to(grad.dtype).index_select(0, documents.of_tokens.on(grad.device)[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _DocumentSum.apply(grads[0], ctx.documents), None  # type: ignore[no-untyped-call]
+        with ctx.call.backward():
+            return _DocumentSum.apply(grads[0], ctx.documents), None  # type: ignore[no-untyped-call]

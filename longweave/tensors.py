@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,7 +31,68 @@ def kind_of(x: object, *, per_token: bool = True) -> tuple[object, ...]:
     """What other ranks must have alike: dtype and shape, `per_token` without the tokens. Of anything else its type."""
     if not isinstance(x, Tensor):
         return (type(x).__name__,)
+    unusual = why_unusual(x)
+    if unusual is not None:  # a kind that every check refuses
+        return (unusual,)
     return x.dtype, tuple(x.shape[1:] if per_token else x.shape)
+
+
+def on_one_device(*tensors: object) -> bool:
+    """A part of a kind, because the devices themselves differ between ranks."""
+    devices = [x.device for x in tensors if isinstance(x, Tensor)]
+    return not devices or devices.count(devices[0]) == len(devices)
+
+
+# -- checks --------------------------------------------------------------------------------------------
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def why_unusual(x: Tensor) -> str | None:
+    """What a tensor is whose values operators cannot take: not dense, or without any."""
+    if x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized):
+        return None
+    if x.is_nested or x.is_quantized:
+        return f"a {'nested' if x.is_nested else 'quantized'} tensor"
+    return "a tensor on the meta device, without values" if x.is_meta else f"a {str(x.layout)[len('torch.') :]} tensor"
+
+
+def check_tensor(name: str, x: object, *, floating: bool = False) -> None:
+    """Raise InputError unless x is a dense tensor that has values, `floating`: of a dtype that is computed in."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} is {shown(x)}, a {type(x).__name__}; give a tensor")
+    unusual = why_unusual(x)
+    if unusual is not None:
+        raise InputError(f"{name} is {unusual}; give a dense tensor that has values")
+    if floating and x.dtype not in FLOATS:
+        raise InputError(
+            f"{name} is {x.dtype}; give {', '.join(str(dtype).removeprefix('torch.') for dtype in FLOATS)}"
+        )
+
+
+def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    if x.device != other.device:
+        raise InputError(f"{name} is on {x.device} and {other_name} on {other.device}; move them to one device")
+
+
+def check_fill(fill: object, dtype: torch.dtype) -> int | float:
+    """A number that tensors of this dtype can be filled with.
+
+    Integers must be held exactly, floats without overflow; NaN and infinities are values of their own.
+    """
+    if not isinstance(fill, int | float):
+        raise InputError(f"fill is {shown(fill)}; give a number")
+    if dtype.is_floating_point or dtype.is_complex:
+        holds = not abs(fill) < torch.inf or abs(fill) <= torch.finfo(dtype).max
+        fill = float(fill) if holds else fill
+    else:
+        try:
+            holds = bool(torch.tensor(fill, dtype=dtype).item() == fill)
+        except (RuntimeError, OverflowError, ValueError, TypeError):
+            holds = False
+    if not holds:
+        raise InputError(f"fill is {shown(fill)}, which {dtype} cannot hold; give another number, or cast the tensor")
+    return fill
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from longweave.comm.agreement import Fact, compare
 from longweave.comm.exchange import Comm, Group, all_reduce_sum, is_sharded, ranks_of, resolve
-from longweave.errors import InputError
-from longweave.tensors import widened
+from longweave.comm.ledger import RecordedCall
+from longweave.errors import InputError, shown
+from longweave.plan.ranges import as_list, check_number
+from longweave.tensors import check_device, check_tensor, widened
 from longweave.tokens import Shards
 
 # -- losses --------------------------------------------------------------------------------------------
@@ -51,18 +53,6 @@ def chunked_sum(
 
     Backward computes the logits of each chunk again.
     """
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise InputError(f"chunk is {chunk!r}; give the number of tokens whose logits may exist at once, at least 1")
-    if is_sharded(weight):
-        raise InputError(
-            "the weight of the output layer is sharded (a DTensor); give fully_shard a model without its output layer, "
-            "or call batch.loss(model(**batch.inputs).logits)"
-        )
-    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise InputError(
-            f"hidden has {hidden.shape[-1]} features and the weight the shape {tuple(weight.shape)}; "
-            "give hidden states and the (vocabulary, features) weight of the output layer"
-        )
 
     def part(h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, by: Tensor | None) -> Tensor:
         return weighted_sum(F.linear(h, w, b), t, by, ignore_index)
@@ -75,6 +65,28 @@ def chunked_sum(
         total = one if total is None else total + one
     assert total is not None
     return total
+
+
+def check_output_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise InputError unless logits `hidden @ weight.T + bias` can be made."""
+    if is_sharded(weight):
+        raise InputError(
+            "the weight of the output layer is sharded (a DTensor); give fully_shard a model without its output layer, "
+            "or call batch.loss(model(**batch.inputs).logits)"
+        )
+    cast = torch.is_autocast_enabled(hidden.device.type)
+    for name, x in {"weight": weight, **({} if bias is None else {"bias": bias})}.items():
+        check_tensor(name, x, floating=True)
+        check_device(name, x, "hidden", hidden)
+        if x.dtype != hidden.dtype and not cast:
+            raise InputError(f"{name} is {x.dtype} and hidden {hidden.dtype}; cast them to one dtype")
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise InputError(
+            f"hidden has {hidden.shape[-1]} features and the weight the shape {tuple(weight.shape)}; "
+            "give hidden states and the (vocabulary, features) weight of the output layer"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(f"bias has the shape {tuple(bias.shape)}; give ({weight.shape[0]},), one per vocabulary entry")
 
 
 class GatherSame(torch.autograd.Function):
@@ -109,11 +121,11 @@ def reduce_gradients(model: nn.Module | Iterable[Tensor], group: Group = None) -
     for FSDP and `GroupError` where the ranks' parameters differ.
     """
     comm = resolve(group)
-    parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
-    parameters = [p for p in parameters if p.requires_grad]
+    parameters: list[Tensor] = []
     problem: Exception | None = None
     held: list[object] = []
     try:
+        parameters = _trained(model)
         _refuse_fsdp(parameters, comm)
         held = [(tuple(_local(p).shape), _grad_dtype(p)) for p in parameters]
     except Exception as error:
@@ -125,8 +137,20 @@ def reduce_gradients(model: nn.Module | Iterable[Tensor], group: Group = None) -
         "call lw.reduce_gradients with the same parameters, of the same shapes and dtypes, in the same order, on every "
         "rank",
     )
-    compare(comm, [same_parameters], problem)
-    _reduce(parameters, comm)
+    compare(comm, [same_parameters], problem, "reduce_gradients")
+    with RecordedCall(comm.ledger, "reduce_gradients").forward():
+        _reduce(parameters, comm)
+
+
+def _trained(model: object) -> list[Tensor]:
+    """The parameters that get gradients."""
+    problem = f"model is {shown(model)}; give a module, or a list of its parameters"
+    if isinstance(model, Tensor):
+        raise InputError(problem)
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else as_list(model, problem)
+    for p in parameters:
+        check_tensor("a parameter", p)
+    return [p for p in parameters if p.requires_grad]
 
 
 def _reduce(parameters: Sequence[Tensor], comm: Comm) -> None:
@@ -186,5 +210,11 @@ def loss_scale(mesh: Group = None) -> int:
 def reduce_sum(value: float, group: Group = None) -> float:
     """The SUM of a number over the ranks of a group, such as valid tokens over data-parallel replicas."""
     comm = resolve(group)
-    x = torch.tensor([value], dtype=torch.float64, device=comm.control_device)
-    return float(next(all_reduce_sum([x], comm)))
+    if isinstance(value, Tensor):
+        check_tensor("value", value)
+        value = value.item() if value.numel() == 1 else value.tolist()
+    is_nan = isinstance(value, float) and value != value  # a number as well: the other ranks are to see it
+    number = value if is_nan else check_number("value", value, "give a number")
+    x = torch.tensor([number], dtype=torch.float64, device=comm.control_device)
+    with RecordedCall(comm.ledger, "reduce_sum").forward():
+        return float(next(all_reduce_sum([x], comm)))

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.plan.mask import Mask
-from longweave.plan.ranges import Ints, as_cu_seqlens, frozen
+from longweave.plan.ranges import Ints, as_cu_seqlens, check_int, frozen
+from longweave.tensors import check_tensor
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,16 @@ def pack_tokens(
     mask: object = None,
 ) -> PackedTokens:
     """Check the arguments of `lw.shard_batch` against each other and pack them. Raises InputError."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise InputError(f"ignore_index is {ignore_index!r}; give the int that marks labels that do not count")
+    remedy = "give the int of 64 bits that marks labels that do not count"
+    ignore_index = check_int("ignore_index", ignore_index, remedy, -(1 << 63), (1 << 63) - 1)
     tokens, name = _tokens(input_ids, inputs_embeds)
     shape = tokens.shape if name == "input_ids" else tokens.shape[:-1]
     if labels is not None and shift_labels is not None:
         raise InputError("give labels (one per token) or shift_labels (already moved one place forward), not both")
     given = {"labels": labels, "shift_labels": shift_labels, "loss_weights": loss_weights, "position_ids": position_ids}
     others = {key: _like(key, x, shape, name).to(tokens.device) for key, x in given.items() if x is not None}
+    for key, x in others.items():
+        _check_dtype(key, x)
     rows, tokens = None, tokens.reshape(-1, *tokens.shape[len(shape) :])
     others = {key: x.reshape(-1) for key, x in others.items()}
     if (len(shape) == 2 and shape[0] > 1) or attention_mask is not None:
@@ -92,6 +95,8 @@ def pack_tokens(
         tokens, others = tokens[rows.places], {key: x[rows.places] for key, x in others.items()}
     else:
         cu = _documents(len(tokens), cu_seqlens, mask, others.get("position_ids"), name)
+    for key, x in {name: tokens, **others}.items():
+        _check_negative(key, x, ignore_index)
     positions, weights = others.get("position_ids"), others.get("loss_weights")
     if weights is not None and not weights.dtype.is_floating_point:
         weights = weights.float()
@@ -148,7 +153,7 @@ def _tokens(input_ids: Any, inputs_embeds: Any) -> tuple[Tensor, str]:
             raise InputError(
                 f"input_ids has the shape {tuple(ids.shape)}; give (tokens,), (1, tokens) or (batch, seq), not empty"
             )
-        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        if not is_integer(ids):
             raise InputError(f"input_ids is {ids.dtype}; give integer token ids, or embeddings as inputs_embeds")
         return ids, "input_ids"
     embeds = _tensor("inputs_embeds", inputs_embeds)
@@ -173,11 +178,36 @@ def _labels(labels: Tensor | None, tokens: Tensor, name: str, ignore_index: int)
 def _tensor(name: str, x: Any) -> Tensor:
     try:
         tensor = x if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name} is a {type(x).__name__} that is no tensor; give one of numbers") from error
-    if tensor.is_meta:
-        raise InputError(f"{name} is on the meta device, without values; give a tensor that has them")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{name} is {shown(x)}, a {type(x).__name__} that is no tensor; give one of numbers"
+        ) from error
+    check_tensor(name, tensor)
     return tensor
+
+
+def is_integer(x: Tensor) -> bool:
+    return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    if name == "loss_weights" and x.dtype.is_complex:
+        raise InputError(f"loss_weights is {x.dtype}; give real numbers")
+    if name != "loss_weights" and not is_integer(x):
+        raise InputError(f"{name} is {x.dtype}; give integers")
+
+
+def _check_negative(name: str, x: Tensor, ignore_index: int) -> None:
+    """Of the integers of a batch without its padding. They are read on the host anyway, to compare the ranks."""
+    if not is_integer(x) or name == "loss_weights":
+        return
+    is_label = name.endswith("labels")
+    whole = x.long()
+    negative = whole[(whole < 0) & (whole != ignore_index)] if is_label else whole[whole < 0]
+    if len(negative):
+        besides = f", and ignore_index is {ignore_index}" if is_label else ""
+        what = "positions" if name == "position_ids" else "token ids"
+        raise InputError(f"{name} holds {int(negative[0])} (in 64 bits); {what} count from 0{besides}")
 
 
 def _like(name: str, x: Any, shape: torch.Size, tokens_name: str) -> Tensor:
@@ -203,7 +233,7 @@ def _documents(total: int, cu_seqlens: object, mask: object, positions: Tensor |
         return mask.cu_seqlens
     if positions is None:
         return frozen([0, total])
-    at = positions.cpu().numpy()
+    at = positions.long().cpu().numpy()
     starts = np.flatnonzero(np.diff(at, prepend=at[0] - 2) != 1)
     return frozen(np.append(starts, total))
 
@@ -230,6 +260,8 @@ def kept_tokens(attention_mask: Any, batch: int, seq: int) -> np.ndarray:
     fits = tuple(given.shape) == (batch, seq) or (batch == 1 and tuple(given.shape) == (seq,))
     if not fits:
         raise InputError(f"attention_mask has the shape {tuple(given.shape)} for tokens of {(batch, seq)}; {remedy}")
+    if given.dtype.is_complex:
+        raise InputError(f"attention_mask is {given.dtype}; {remedy}")
     values = given.reshape(batch, seq).float().cpu().numpy()
     keep: np.ndarray = values == 1
     if not (keep | (values == 0)).all():

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 
 Adapter = Callable[..., Any]
 Role = str | Adapter
@@ -100,16 +100,21 @@ def register(module_class: type[nn.Module], role: Role) -> None:
 
         register(MyMixer, my_mixer)
     """
-    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        raise InputError(f"register takes a class of modules, not {module_class!r}; give type(module)")
-    if not callable(role) and role not in ROLES:
-        raise InputError(f"role is {role!r}; give one of {', '.join(ROLES)}, or an adapter function")
+    _check_class(module_class)
+    if not callable(role) and not (isinstance(role, str) and role in ROLES):
+        raise InputError(f"role is {shown(role)}; give one of {', '.join(ROLES)}, or an adapter function")
     _registered[module_class] = role
 
 
 def unregister(module_class: type[nn.Module]) -> None:
     """Forget what `register` said."""
+    _check_class(module_class)
     _registered.pop(module_class, None)
+
+
+def _check_class(module_class: object) -> None:
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise InputError(f"register takes a class of modules, not {shown(module_class)}; give type(module)")
 
 
 def roles(model: nn.Module) -> list[tuple[str, nn.Module, Role]]:

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from longweave.errors import InputError
-from longweave.models.packing import kept_tokens
+from longweave.models.packing import is_integer, kept_tokens
 from longweave.plan.ranges import Ints, as_cu_seqlens
+from longweave.tensors import check_tensor
 
 Flags = npt.NDArray[np.bool_]
 
@@ -79,6 +80,9 @@ def _positions(given: Any, batch: int, seq: int, device: torch.device) -> tuple[
     if not isinstance(given, Tensor) or given.ndim < 2 or given.shape[-1] != seq or given.shape[-2] not in (1, batch):
         shown = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
         raise InputError(f"position_ids is {shown} for tokens of {(batch, seq)}; give one entry per token")
+    check_tensor("position_ids", given)
+    if given.numel() and not is_integer(given):
+        raise InputError(f"position_ids is {given.dtype}; give integers")
     planes = tuple(given.shape[:-2])
     flat = given.to(device).expand(*planes, batch, seq).reshape(math.prod(planes), batch * seq)
     return flat.T.long(), planes
@@ -105,6 +109,7 @@ def _begins(
         if not isinstance(index, Tensor) or tuple(index.shape) not in ((batch, seq), (batch * seq,)):
             shown = tuple(index.shape) if isinstance(index, Tensor) else type(index).__name__
             raise InputError(f"seq_idx is {shown} for tokens of {(batch, seq)}; give the number of each one's document")
+        check_tensor("seq_idx", index)
         of_tokens = index.reshape(-1).cpu().numpy()[places]
         begins[1:] |= np.diff(of_tokens) != 0
         return begins

@@ -14,23 +14,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from operator import index
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.plan.ranges import (
+    MOST_TOKENS,
     Ints,
     Span,
     as_cu_seqlens,
     as_ints,
+    as_list,
+    check_int,
     check_total,
     check_world_size,
     expand,
     freeze,
     join_touching,
+    plain_index,
     ramp,
 )
 
@@ -52,8 +55,8 @@ class Layout:
 
     def __init__(self, total: int, world_size: int, starts: Ints, stops: Ints, ranks: Ints) -> None:
         """From spans that are sorted by rank, inside a rank in the order of its local tokens."""
-        starts, stops, ranks = join_touching(starts, stops, ranks)
-        self.total, self.world_size = total, world_size
+        self.total, self.world_size = check_total(total), check_world_size(world_size)
+        starts, stops, ranks = join_touching(*_columns(starts, stops, ranks, self.world_size))
         self.starts, self.stops, self.ranks = freeze(starts), freeze(stops), freeze(ranks)
         self.offsets = freeze(np.searchsorted(ranks, np.arange(world_size + 1)))
         self._check_cover()
@@ -125,16 +128,24 @@ class Layout:
     def from_spans(cls, total: int, spans: Sequence[Iterable[tuple[int, int]]]) -> Layout:
         """`spans[rank]` lists the `(start, stop)` spans of that rank, in the order of its local tokens."""
         total = check_total(total)
-        world_size = check_world_size(len(spans))
+        by_rank = as_list(spans, f"spans is {shown(spans)}; give a list with the (start, stop) spans of every rank")
+        world_size = check_world_size(len(by_rank))
         flat: list[tuple[int, int, int]] = []
-        for rank, own in enumerate(spans):
-            for span in own:
+        for rank, own in enumerate(by_rank):
+            for span in as_list(own, f"rank {rank} has the spans {shown(own)}; give a list of (start, stop)"):
                 try:
-                    start, stop = (index(n) for n in span)
-                except (TypeError, ValueError) as error:
-                    raise InputError(f"rank {rank} has the span {span!r}; give (start, stop)") from error
+                    start, stop = map(plain_index, span)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise InputError(f"rank {rank} has the span {shown(span)}; give (start, stop)") from error
                 if start > stop:
                     raise InputError(f"rank {rank} has the span ({start}, {stop}), which ends before it starts")
+                if start < 0:
+                    raise InputError(f"rank {rank} has a span that starts at {start}; tokens count from 0")
+                if stop > total:
+                    raise InputError(
+                        f"rank {rank} has a span that ends at {stop} but there are {total} tokens; correct the span or "
+                        "the total"
+                    )
                 flat.append((start, stop, rank))
         rows = np.array(flat, dtype=np.int64).reshape(-1, 3)
         return cls(total, world_size, rows[:, 0], rows[:, 1], rows[:, 2])
@@ -152,7 +163,6 @@ class Layout:
 
     def span_arrays(self, rank: int) -> tuple[Ints, Ints]:
         """The starts and stops of the spans of one rank."""
-        self._check_rank(rank)
         rows = self.rows_of(rank)
         return self.starts[rows], self.stops[rows]
 
@@ -176,6 +186,8 @@ class Layout:
             extra = as_ints(offsets, "offsets", "give one int per document")
             if extra.shape != begin.shape:
                 raise InputError(f"offsets has shape {extra.shape} for {len(begin)} documents; give one int each")
+            if (np.abs(extra) > MOST_TOKENS).any():
+                raise InputError(f"offsets holds {extra[np.argmax(np.abs(extra))]}; give at most {MOST_TOKENS}")
             begin = begin - extra
         return tokens - begin[document] if len(tokens) else tokens
 
@@ -217,6 +229,9 @@ class Layout:
 
     def rows_of(self, rank: int) -> slice:
         """The rows of a rank."""
+        is_int = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+        if not is_int or not 0 <= rank < self.world_size:
+            raise InputError(f"rank {shown(rank)} does not exist; the layout has ranks 0 to {self.world_size - 1}")
         return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
 
     def local_spans(self, rank: int) -> tuple[Ints, Ints, Ints]:
@@ -228,16 +243,15 @@ class Layout:
 
     def joined(self, size: int) -> Layout:
         """The same tokens on fewer ranks: every `size` neighbours become one, with its tokens in token order."""
+        remedy = f"give a divisor of the {self.world_size} ranks"
+        if self.world_size % check_int("size", size, remedy, 1):
+            raise InputError(f"size is {size}; {remedy}")
         starts, stops, ranks = self.sorted
         blocks = ranks // size
         order = np.argsort(blocks, kind="stable")
         return Layout(self.total, self.world_size // size, starts[order], stops[order], blocks[order])
 
     # -- checks ------------------------------------------------------------------------------------
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise InputError(f"rank {rank} does not exist; the layout has ranks 0 to {self.world_size - 1}")
 
     def _check_cover(self) -> None:
         starts, stops, ranks = self.sorted
@@ -278,6 +292,20 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"<Layout of {self.total} tokens on {self.world_size} ranks, {len(self.starts)} spans>"
+
+
+def _columns(starts: object, stops: object, ranks: object, world_size: int) -> tuple[Ints, Ints, Ints]:
+    """The columns of a layout's table, if they are that."""
+    remedy = "make layouts with Layout.from_spans or its siblings"
+    names = ("starts", "stops", "ranks")
+    columns = [as_ints(column, name, remedy) for column, name in zip((starts, stops, ranks), names, strict=True)]
+    shapes = [column.shape for column in columns]
+    owner = columns[2]
+    if len(shapes[0]) != 1 or len(set(shapes)) > 1:
+        raise InputError(f"starts, stops and ranks have the shapes {shapes}; {remedy}")
+    if len(owner) and (owner[0] < 0 or owner[-1] >= world_size or (owner[1:] < owner[:-1]).any()):
+        raise InputError(f"ranks is {shown(owner)}, which does not rise from 0 to {world_size - 1} at most; {remedy}")
+    return columns[0], columns[1], owner
 
 
 def _odd_tokens(lengths: Ints, world_size: int) -> Ints:

@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.plan import slices as sl
-from longweave.plan.ranges import Ints, Span, as_cu_seqlens, as_ints, check_total, frozen
+from longweave.plan.ranges import (
+    MOST_TOKENS,
+    Ints,
+    Span,
+    as_cu_seqlens,
+    as_ints,
+    as_list,
+    check_int,
+    check_total,
+    frozen,
+    plain_index,
+)
+
+MOST_KEYS = 3_000_000_000  # of a document: its square is below 2^63
+MOST_DENSE = 1 << 15  # tokens of a mask that is wanted as an array: 1 GiB of bools
 
 _KINDS: dict[str, tuple[int | None, int | None]] = {"full": (None, None), "causal": (None, 0)}
 
@@ -43,11 +56,17 @@ class Mask:
     """
 
     def __init__(self, total: int, rows: Ints, cu_seqlens: Ints, position_offsets: Ints | None = None) -> None:
-        self.total = total
-        self.rows = frozen(sl.tighten(rows)[0])
-        self.cu_seqlens = frozen(cu_seqlens)
+        """From slices as rows of `plan.slices`, none of which allows a pair of another one."""
+        self.total = check_total(total)
+        self.cu_seqlens = as_cu_seqlens(cu_seqlens)
+        if self.cu_seqlens[-1] != self.total:
+            raise InputError(
+                f"cu_seqlens ends at {self.cu_seqlens[-1]} but the mask has {total} tokens; use the same pack"
+            )
+        self.rows = frozen(sl.tighten(_check_rows(rows, total))[0])
         #: for each document what its positions begin with (see `Layout.positions`); None is 0 for all
-        self.position_offsets = None if position_offsets is None else frozen(position_offsets)
+        self.position_offsets = None if position_offsets is None else self._check_offsets(position_offsets)
+        _check_area(self.rows)
 
     # -- constructors ------------------------------------------------------------------------------
 
@@ -64,7 +83,7 @@ class Mask:
     @classmethod
     def sliding_window(cls, cu_seqlens: object, window: int) -> Mask:
         """Every token sees itself and the `window - 1` tokens before it in its own document."""
-        return cls._per_document(cu_seqlens, max(1 - _check_window(window), -sl.NO_LIMIT), 0)
+        return cls._per_document(cu_seqlens, max(1 - check_window(window), -sl.NO_LIMIT), 0)
 
     @classmethod
     def prefix_causal(cls, cu_seqlens: object, prefix_lens: Sequence[int] | int) -> Mask:
@@ -95,8 +114,11 @@ class Mask:
         after it; their positions go on where the prompt ends: `layout.positions(rank, mask.cu_seqlens,
         mask.position_offsets)`.
         """
-        prefix_len = check_total(prefix_len)
+        remedy = f"give the number of tokens of the prompt, at most {MOST_TOKENS}"
+        prefix_len = check_int("prefix_len", prefix_len, remedy, 0, MOST_TOKENS)
         branches = as_ints(branch_lens, "branch_lens", "give one length per branch")
+        if branches.ndim != 1 or (branches < 0).any():
+            raise InputError(f"branch_lens is {shown(branch_lens)}; give one length per branch")
         cu = as_cu_seqlens(np.cumsum(np.append([0, prefix_len], branches)))
         own = _columns(cu[:-1], cu[1:], cu[:-1], cu[1:], -sl.NO_LIMIT, 0)
         prompt = _columns(cu[1:-1], cu[2:], 0, prefix_len, -sl.NO_LIMIT, sl.NO_LIMIT)
@@ -113,8 +135,10 @@ class Mask:
             Mask.from_slices(10, [((0, 4), (0, 4), "causal"), ((4, 10), (2, 10), (-3, 0))])
         """
         total = check_total(total)
-        raw = np.array([_parse(i, total, item) for i, item in enumerate(slices)], dtype=np.int64)
+        items = as_list(slices, f"slices is {shown(slices)}; give a list of (q span, k span, kind)")
+        raw = np.array([_parse(i, total, item) for i, item in enumerate(items)], dtype=np.int64)
         rows, origin = sl.tighten(raw.reshape(-1, 6))
+        _check_area(rows)
         clash = sl.first_overlap(rows)
         if clash:
             a, b = sorted(int(origin[i]) for i in clash)
@@ -129,6 +153,12 @@ class Mask:
         cu = as_cu_seqlens(cu_seqlens)
         return cls(int(cu[-1]), _columns(cu[:-1], cu[1:], cu[:-1], cu[1:], lo, hi), cu)
 
+    def _check_offsets(self, offsets: object) -> Ints:
+        found = as_ints(offsets, "position_offsets", "give one int per document")
+        if found.shape != (len(self.cu_seqlens) - 1,) or (np.abs(found) > MOST_TOKENS).any():
+            raise InputError(f"position_offsets is {shown(offsets)}; give one int per document")
+        return frozen(found)
+
     def windowed(self, window: int) -> Mask:
         """The same mask, but a token sees no further back than `window` tokens, itself included.
 
@@ -138,7 +168,7 @@ class Mask:
         begin = self.cu_seqlens[:-1] - (0 if self.position_offsets is None else self.position_offsets)
         query, key = (begin[_document(self.cu_seqlens, self.rows[:, column])] for column in (sl.Q0, sl.K0))
         rows = self.rows.copy()
-        rows[:, sl.LO] = np.maximum(rows[:, sl.LO], max(1 - _check_window(window), -sl.NO_LIMIT) + key - query)
+        rows[:, sl.LO] = np.maximum(rows[:, sl.LO], max(1 - check_window(window), -sl.NO_LIMIT) + key - query)
         cut = Mask(self.total, rows, self.cu_seqlens, self.position_offsets)
         if cut.area == self.area:
             return self
@@ -191,6 +221,8 @@ class Mask:
 
     def dense(self) -> npt.NDArray[np.bool_]:
         """The mask as a `(total, total)` array of bools, queries down, keys across. For tests and pictures."""
+        if self.total > MOST_DENSE:
+            raise InputError(f"the mask has {self.total} tokens; dense() is for {MOST_DENSE} at most, use slices")
         allowed = np.zeros((self.total, self.total), dtype=bool)
         for q0, q1, k0, k1, lo, hi in self.rows.tolist():
             distance = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
@@ -220,10 +252,28 @@ class Mask:
         return f"<Mask of {self.total} tokens, {len(self.rows)} slices, {self.area} pairs>"
 
 
-def _check_window(window: object) -> int:
-    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
-        raise InputError(f"window is {window!r}; give the number of tokens seen, itself included, at least 1")
-    return int(window)
+def check_window(window: object) -> int:
+    return check_int("window", window, "give the number of tokens seen, itself included, at least 1", 1)
+
+
+def _check_rows(rows: object, total: int) -> Ints:
+    found = as_ints(rows, "rows", "make masks with Mask.from_slices or its siblings")
+    if found.ndim != 2 or found.shape[1] != 6:
+        raise InputError(f"rows has shape {found.shape}; make masks with Mask.from_slices or its siblings")
+    spans = found[:, : sl.LO]
+    if found.size and (spans.min() < 0 or spans.max() > total or np.abs(found[:, sl.LO :]).max() > 2 * sl.NO_LIMIT):
+        raise InputError(f"a slice leaves the {total} tokens; make masks with Mask.from_slices or its siblings")
+    return found
+
+
+def _check_area(rows: Ints) -> None:
+    """Pairs are counted in 64 bits."""
+    queries, keys = (rows[:, sl.Q1] - rows[:, sl.Q0]).astype(float), (rows[:, sl.K1] - rows[:, sl.K0]).astype(float)
+    if len(rows) and (keys.max() > MOST_KEYS or (queries * keys).sum() > MOST_KEYS**2):
+        raise InputError(
+            f"a slice of the mask has {int(queries.max())} queries and {int(keys.max())} keys, whose pairs cannot be "
+            f"counted in 64 bits; give documents of at most {MOST_KEYS} tokens"
+        )
 
 
 def _document(cu_seqlens: Ints, tokens: Ints) -> Ints:
@@ -241,14 +291,12 @@ def _parse(i: int, total: int, item: Any) -> tuple[int, ...]:
             item = (item.q, item.k, (item.lo, item.hi))
         (q0, q1), (k0, k1), kind = item
         lo, hi = _KINDS[kind] if isinstance(kind, str) else kind
-        q0, q1, k0, k1 = (index(n) for n in (q0, q1, k0, k1))
-        limits = (
-            -sl.NO_LIMIT if lo is None else max(index(lo), -sl.NO_LIMIT),
-            sl.NO_LIMIT if hi is None else min(index(hi), sl.NO_LIMIT),
-        )
-    except (TypeError, ValueError, KeyError) as error:
+        q0, q1, k0, k1 = map(plain_index, (q0, q1, k0, k1))
+        lo, hi = -sl.NO_LIMIT if lo is None else plain_index(lo), sl.NO_LIMIT if hi is None else plain_index(hi)
+        limits = (min(max(limit, -sl.NO_LIMIT), sl.NO_LIMIT) for limit in (lo, hi))
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise InputError(
-            f"slice {i} is {item!r}; give ((q start, q stop), (k start, k stop), kind) with kind "
+            f"slice {i} is {shown(item)}; give ((q start, q stop), (k start, k stop), kind) with kind "
             '"full", "causal" or limits (lo, hi) on k - q'
         ) from error
     if not (0 <= q0 <= q1 <= total and 0 <= k0 <= k1 <= total):

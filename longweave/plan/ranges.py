@@ -8,14 +8,20 @@ expand [5, 1] [7, 4]      overlaps                     join_touching
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Set
+from math import inf, nan
+from operator import index
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 
 Ints = npt.NDArray[np.int64]
+
+MOST_TOKENS = (1 << 40) - 1  # of a packed sequence: sums and products of indices stay far from 64 bits
+MOST_RANKS = 1 << 20
 
 
 class Span(NamedTuple):
@@ -100,7 +106,12 @@ def as_cu_seqlens(cu_seqlens: object) -> Ints:
     if not isinstance(cu_seqlens, np.ndarray | list | tuple):
         if not hasattr(cu_seqlens, "tolist"):
             raise InputError(f"cu_seqlens is a {type(cu_seqlens).__name__}; {remedy}")
-        cu_seqlens = cu_seqlens.tolist()
+        try:
+            cu_seqlens = cu_seqlens.tolist()
+        except (TypeError, RuntimeError) as error:  # a tensor without values, or one that is not dense
+            raise InputError(
+                f"cu_seqlens is a {type(given).__name__} that cannot be read ({error}); {remedy}"
+            ) from error
     cu = as_ints(cu_seqlens, "cu_seqlens", remedy, getattr(given, "dtype", None))
     if cu.ndim != 1 or not len(cu):
         raise InputError(f"cu_seqlens has shape {cu.shape}; {remedy}")
@@ -110,6 +121,8 @@ def as_cu_seqlens(cu_seqlens: object) -> Ints:
     if len(falls):
         i = int(falls[0])
         raise InputError(f"cu_seqlens falls from {cu[i]} to {cu[i + 1]} at entry {i + 1}; {remedy}")
+    if cu[-1] > MOST_TOKENS:
+        raise InputError(f"cu_seqlens ends at {cu[-1]}; a packed sequence has at most {MOST_TOKENS} tokens")
     return frozen(cu)
 
 
@@ -120,23 +133,68 @@ def as_ints(values: object, name: str, remedy: str, dtype: object = None) -> Int
     """
     try:
         array = np.asarray(values)
-    except (ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InputError(f"{name} is not made of ints ({error}); {remedy}") from error
-    holds_bools = isinstance(values, list | tuple) and any(isinstance(value, bool | np.bool_) for value in values)
+    holds_bools = _holds_bools(values)
     if holds_bools or (array.dtype.kind not in "iu" and array.size):
         held = "floats" if isinstance(values, list | tuple | float) and array.dtype.kind == "f" else array.dtype
         held = str(dtype or ("bools" if holds_bools else held)).removeprefix("torch.")
         raise InputError(f"{name} holds {held}, not ints; {remedy}")
+    if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise InputError(f"{name} holds {array.max()}, which is beyond 64 bits; {remedy}")
     return array.astype(np.int64)
 
 
+def _holds_bools(values: object) -> bool:
+    """numpy takes a list of ints and bools for one of ints."""
+    return isinstance(values, list | tuple) and any(
+        isinstance(value, bool | np.bool_) or _holds_bools(value) for value in values
+    )
+
+
+def as_list(values: object, problem: str) -> list[Any]:
+    """The values of anything that has an order; `problem` is what to say of anything else."""
+    if isinstance(values, str | bytes | Mapping | Set):
+        raise InputError(problem)
+    try:
+        return list(values)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, RuntimeError) as error:
+        raise InputError(problem) from error
+
+
+def plain_index(value: object) -> int:
+    """As `operator.index`, of what is no bool."""
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(f"{value} is a bool")
+    return index(value)  # type: ignore[arg-type]
+
+
+def check_int(name: str, value: object, remedy: str, least: int, most: int | None = None) -> int:
+    """Really an int, and neither less than `least` nor more than `most`."""
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_int or value < least or (most is not None and value > most):  # type: ignore[operator]
+        raise InputError(f"{name} is {shown(value)}; {remedy}")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def check_number(name: str, value: object, remedy: str, least: float = -inf, most: float = inf) -> float:
+    """Really a number, not NaN, and neither less than `least` nor more than `most`."""
+    try:
+        is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        number = float(value) if is_number else nan  # type: ignore[arg-type]
+    except OverflowError:
+        number = nan
+    if not least <= number <= most:
+        raise InputError(f"{name} is {shown(value)}; {remedy}")
+    return number
+
+
 def check_world_size(world_size: object) -> int:
-    if isinstance(world_size, bool) or not isinstance(world_size, int | np.integer) or world_size < 1:
-        raise InputError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
-    return int(world_size)
+    return check_int(
+        "world_size", world_size, f"give the number of ranks, at least 1, at most {MOST_RANKS}", 1, MOST_RANKS
+    )
 
 
 def check_total(total: object) -> int:
-    if isinstance(total, bool) or not isinstance(total, int | np.integer) or total < 0:
-        raise InputError(f"total is {total!r}; give the number of tokens in the packed sequence, at least 0")
-    return int(total)
+    remedy = f"give the number of tokens in the packed sequence, at least 0, at most {MOST_TOKENS}"
+    return check_int("total", total, remedy, 0, MOST_TOKENS)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.plan.layout import Layout
 from longweave.plan.ranges import Ints, as_cu_seqlens, expand, frozen, join_touching, overlaps
 
@@ -68,12 +68,14 @@ class Route:
 
 def route(src: Layout, dst: Layout, rank: int) -> Route:
     """What `rank` sends, receives and keeps to go from `src` to `dst`."""
+    for name, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, Layout):
+            raise InputError(f"{name} is {shown(layout)}; give a Layout, such as Layout.zigzag(cu_seqlens, world_size)")
     if src.total != dst.total:
         raise InputError(f"the layouts hold {src.total} and {dst.total} tokens; both must divide the same pack")
     if src.world_size != dst.world_size:
         raise InputError(f"the layouts are for {src.world_size} and {dst.world_size} ranks; use one world size")
-    if not 0 <= rank < src.world_size:
-        raise InputError(f"rank {rank} does not exist; the layouts have ranks 0 to {src.world_size - 1}")
+    src.rows_of(rank)  # raises if there is no such rank
     send_splits, send_runs, keep_src = _by_peer(_local_runs(src, rank), 0, dst, rank)
     recv_splits, recv_runs, keep_dst = _by_peer(_local_runs(dst, rank), 0, src, rank)
     return Route(

@@ -7,11 +7,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
-from longweave.errors import InputError, did_you_mean
-from longweave.plan.cost import Machine, Shape, areas, cost, estimates, load_bound, receive_bound, stages_for, traffic
+from longweave.errors import InputError, did_you_mean, shown
+from longweave.plan.cost import (
+    MOST_SIZE,
+    Machine,
+    Shape,
+    areas,
+    check_machine,
+    check_shape,
+    cost,
+    estimates,
+    load_bound,
+    receive_bound,
+    stages_for,
+    traffic,
+)
 from longweave.plan.heads import head_groups, split_heads
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
+from longweave.plan.ranges import check_int
 from longweave.plan.tasks import GroupCast, tasks_by_source, tasks_on_all
 
 # Every strategy, with the options that it takes.
@@ -57,6 +71,8 @@ class Plan:
 
     def head_groups(self, *, backward: bool) -> tuple[tuple[int, int], ...]:
         """The K/V heads of each step of an all-gather."""
+        if not isinstance(backward, bool):
+            raise InputError(f"backward is {shown(backward)}; give True or False")
         stride, first, last = self.head_strides
         return head_groups(self.shape.kv_heads, stride, *((first, last) if backward else ()))
 
@@ -114,15 +130,9 @@ def make_plan(
         raise InputError(f"layout is a {type(layout).__name__}; make one with Layout.zigzag(cu_seqlens, world_size)")
     if mask.total != layout.total:
         raise InputError(f"the mask has {mask.total} tokens and the layout {layout.total}; make both from one pack")
-    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("itemsize", itemsize)):
-        if not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}; give a positive int")
-    if v_dim is not None and (not isinstance(v_dim, int) or v_dim < 1):
-        raise InputError(f"v_dim is {v_dim!r}; give a positive int or None")
-    if heads % kv_heads:
-        raise InputError(f"heads is {heads} and kv_heads {kv_heads}; query heads must be a multiple of K/V heads")
+    shape = check_shape(Shape(heads, kv_heads, head_dim, v_dim, itemsize))
+    machine = Machine() if machine is None else check_machine(machine)
     given = check_options(strategy, options)
-    shape, machine = Shape(heads, kv_heads, head_dim, v_dim, itemsize), machine or Machine()
     why, stages, keep_kv = "asked for", 1, False
     if strategy in ("auto", "groupcast"):
         found = cost(mask, layout)
@@ -158,8 +168,8 @@ def make_plan(
 
 def check_options(strategy: str, options: Mapping[str, object]) -> dict[str, int]:
     """The options that were given, if all of them exist and the strategy (unless it is "auto") takes them."""
-    if strategy not in (*STRATEGIES, "auto"):
-        raise InputError(f"strategy is {strategy!r}; choose one of auto, {', '.join(STRATEGIES)}")
+    if not isinstance(strategy, str) or strategy not in (*STRATEGIES, "auto"):
+        raise InputError(f"strategy is {shown(strategy)}; choose one of auto, {', '.join(STRATEGIES)}")
     every = dict.fromkeys(name for names in OPTIONS.values() for name in names)
     taken = tuple(every) if strategy == "auto" else OPTIONS[strategy]
     found: dict[str, int] = {}
@@ -173,11 +183,11 @@ def check_options(strategy: str, options: Mapping[str, object]) -> dict[str, int
         if value is None:
             continue
         if name == "keep_kv":
-            if value not in (0, 1):
-                raise InputError(f"keep_kv is {value!r}; give True or False")
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value!r}; give a positive int")
-        found[name] = int(value)
+            if not isinstance(value, int) or value not in (0, 1):
+                raise InputError(f"keep_kv is {shown(value)}; give True or False")
+            found[name] = int(value)
+        else:
+            found[name] = check_int(name, value, f"give a positive int, at most {MOST_SIZE}", 1, MOST_SIZE)
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import longweave as lw
+from longweave.comm.exchange import resolve
 from longweave.launch import Ranks
 
 CU = [0, 10, 16]
@@ -26,7 +27,7 @@ def inputs(tokens: int = 8, Hk: int = 2, Hv: int = 4):
 
 
 def messages_sent() -> int:
-    return int(dist.group.WORLD._get_sequence_number_for_group())
+    return resolve(None).ledger.exchanges
 
 
 def refusals() -> None:
@@ -52,8 +53,8 @@ def refusals() -> None:
         (lambda: rule(q, k, v, g, beta, pack, backend="recurrent"), "cannot take documents that the layout cuts"),
         (lambda: rule(q, k, v, g, beta, pack, backend="fla"), "inputs are on cpu; it runs on CUDA"),
         (lambda: rule(q.double(), k, v, g, beta, pack), "cast them to one dtype"),
-        (lambda: rule([1], k, v, g, beta, pack), "takes tensors; got"),
-        (lambda: rule(q, k, v, [g], beta, pack), "takes tensors; got"),
+        (lambda: rule([1], k, v, g, beta, pack), "give a tensor"),
+        (lambda: rule(q, k, v, [g], beta, pack), "give a tensor"),
         (lambda: conv(x, weight[:, :1], None, pack), "width 1;"),
         (lambda: conv(x, torch.randn(4, 9), None, pack), "width 9;"),
         (lambda: conv(x, weight[:3], None, pack), "weight (3, 4)"),
@@ -63,14 +64,14 @@ def refusals() -> None:
         (lambda: conv([x, x], [weight], None, pack), "2 tensors, 1 weights"),
         (lambda: conv([x, x], [weight, weight[:, 1:]], None, pack), "one width and one dtype"),
         (lambda: conv([x, x.double()], [weight, weight], None, pack), "one width and one dtype"),
-        (lambda: conv([x, 1], [weight, weight], None, pack), "must be tensors"),
+        (lambda: conv([x, 1], [weight, weight], None, pack), "give a tensor"),
         (lambda: conv(x, weight, None, CU), "pack is a list"),
         (lambda: lw.kimi_delta_attention(q, k, v, g, beta, pack), "g has shape (8, 4)"),
         (lambda: lw.gated_linear_attention(q, k, v, g, pack), "g has shape (8, 4)"),
         (lambda: lw.lightning_attention(q, k, v, g, pack), "log_decay has shape (8, 4)"),
         (lambda: lw.ssd(v, beta, g, k, q, pack), "A has shape (8, 4)"),
         (lambda: lw.gather_recompute(torch.tanh, [], pack), "x_local is empty"),
-        (lambda: lw.gather_recompute(torch.tanh, 3, pack), "of type int came in"),
+        (lambda: lw.gather_recompute(torch.tanh, 3, pack), "give a tensor"),
         (lambda: lw.gather_recompute(torch.tanh, x[0, 0], pack), "() came in, but rank"),
     ]
     for call, message in cases:
@@ -81,7 +82,7 @@ def refusals() -> None:
     nan = g.clone()
     nan[3, 1] = torch.nan
     rule(q, k, v, nan, beta, pack)  # not looked at unless asked
-    with pytest.raises(lw.InputError, match="g has 1 values that are not finite"):
+    with pytest.raises(lw.InputError, match=r"g is not finite in document \d, at its token \d, on rank 0"):
         rule(q, k, v, nan, beta, pack, check_finite=True)
 
 
@@ -153,13 +154,12 @@ def odd_calls(pack: lw.Pack, odd: bool) -> dict[str, Callable[[], object]]:
 BY_ITSELF = {
     "shape": r"g has shape \(4, 2\)",
     "tokens": r"\(3, 2, 6\) came in",
-    "no tensor": "takes tensors; got",
-    "no decay tensor": "takes tensors; got",
+    "no tensor": "give a tensor",
+    "no decay tensor": "give a tensor",
     "conv tokens": r"\(3, 4\) came in",
-    "conv no tensor": "must be tensors",
+    "conv no tensor": "give a tensor",
     "conv count": "2 tensors, 1 weights",
-    "gather no tensor": "of type int came in",
-    "finite": "not finite",
+    "gather no tensor": "give a tensor",
 }
 
 
@@ -226,3 +226,9 @@ def masks() -> None:
 
 def test_masks_that_join_documents_are_refused_and_others_change_nothing(ranks: Ranks) -> None:
     ranks.run(masks, size=2)
+
+
+def test_a_value_that_is_not_finite_is_named_on_all(ranks: Ranks) -> None:
+    for kind, said, _ in ranks.run(one_odd_rank, "finite", size=3, timeout=30):
+        assert kind == "InputError"
+        assert re.match(r"g is not finite in document 0, at its token 4, on rank 1", said), said

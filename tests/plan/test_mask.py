@@ -194,7 +194,7 @@ def test_identity_and_kinds() -> None:
         (lambda: Mask.shared_prefix(5, [3.7]), r"branch_lens holds floats"),
         (lambda: Mask.from_slices(5, [((0, 2.5), (0, 2), "full")]), r"slice 0 is"),
         (lambda: Mask.shared_prefix(-1, [2]), r"-1"),
-        (lambda: Mask.shared_prefix(3, [2, -1]), r"falls"),
+        (lambda: Mask.shared_prefix(3, [2, -1]), r"branch_lens is"),
         (lambda: Mask.from_slices(5, [((0, 9), (0, 2), "full")]), r"inside 0 to 5"),
         (lambda: Mask.from_slices(5, [((0, 2), (0, 2), "diagonal")]), r"slice 0 is"),
         (lambda: Mask.from_slices(5, [((0, 2), "full")]), r"slice 0 is"),

@@ -100,7 +100,10 @@ def test_fusing_several_sets_at_once_keeps_them_apart(name: str, cuts: list[Layo
 @pytest.mark.parametrize("name", MASKS)
 @given(layout=layouts(22, 4), stages=st.integers(1, 3))
 def test_received_is_needed_and_all_work_is_done(name: str, layout: Layout, stages: int) -> None:
-    mask = MASKS[name]
+    check_group_cast(MASKS[name], layout, stages)
+
+
+def check_group_cast(mask: Mask, layout: Layout, stages: int) -> None:
     dense = mask.dense()
     world = layout.world_size
     schedules = [*map(GroupCast(mask, layout, stages).of, range(world))]

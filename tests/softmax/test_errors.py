@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import longweave as lw
+from longweave.comm.exchange import resolve
 from longweave.launch import Ranks
 
 CU = [0, 10, 16]
@@ -66,16 +66,16 @@ def refusals() -> None:
     lw.attention(x, kv, kv, gather, dropout_p=0.0)
     for on, table in ((gather, strides), (lw.Pack(CU, layout="contiguous", strategy="ring"), [*cases, *no_pack])):
         for call, message in table:
-            before = dist.group.WORLD._get_sequence_number_for_group()
+            before = resolve(None).ledger.exchanges
             with pytest.raises(lw.LongweaveError, match=message):
                 call(on)
-            assert dist.group.WORLD._get_sequence_number_for_group() == before, message
+            assert resolve(None).ledger.exchanges == before, message
     # On the first pack of a group a refusal is shared: one question, and that is all.
     for call, message in cases:
-        before = dist.group.WORLD._get_sequence_number_for_group()
+        before = resolve(None).ledger.exchanges
         with pytest.raises(lw.LongweaveError, match=message):
             call(pack)
-        assert dist.group.WORLD._get_sequence_number_for_group() <= before + 1, message
+        assert resolve(None).ledger.exchanges <= before + 1, message
 
 
 def test_refusals(ranks: Ranks) -> None:

@@ -25,8 +25,7 @@ from longweave.kernels.recurrence.chunks import ChunkTable
 from longweave.kernels.recurrence.factors import ChunkedInputs
 from longweave.kernels.recurrence.mixer import Mixer
 from longweave.kernels.recurrence.scan import backward_run, run
-
-FLOATS = "float64, float32, bfloat16 or float16"
+from longweave.tensors import check_device, check_tensor
 
 
 def mix(
@@ -111,9 +110,8 @@ def check_mixer(
         if gate is not None and tuple(gate.shape) != shape:
             raise InputError(f"{name} has shape {tuple(gate.shape)}; with these q, k, v it must be {shape}")
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):  # type: ignore[assignment]
-        if x is not None and not x.is_floating_point():
-            raise InputError(f"{name} is {x.dtype}; give {FLOATS}")
-        if x is not None and x.device != q.device:
-            raise InputError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
+        if x is not None:
+            check_tensor(name, x, floating=True)
+            check_device(name, x, "q", q)
     if not q.dtype == k.dtype == v.dtype:
         raise InputError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; cast them to one dtype")

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.kernels.recurrence import fused_conv
 from longweave.kernels.recurrence.chunks import Segment
 from longweave.kernels.triton_launch import serves
-from longweave.tensors import Indices, accumulation_dtype
+from longweave.tensors import Indices, accumulation_dtype, check_device, check_tensor
 
 WIDTHS = range(2, 9)
 STRIP_ELEMENTS = 1 << 18  # 1 MiB of float32: the measured optimum between cache misses and calls
@@ -48,8 +48,12 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str |
         raise InputError(f"the convolution has width {width}; widths 2 to 8 are supported")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
-    if activation not in (None, "silu"):
-        raise InputError(f'activation is {activation!r}; choose None or "silu"')
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_tensor(name, tensor, floating=True)
+            check_device(name, tensor, "x", x)
+    if not (activation is None or (isinstance(activation, str) and activation == "silu")):
+        raise InputError(f'activation is {shown(activation)}; choose None or "silu"')
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from longweave.errors import InputError
-from longweave.plan.cost import Cost, Machine, Shape, cost
+from longweave.plan.cost import Cost, Machine, Shape, check_machine, check_shape, cost
 from longweave.plan.dispatch.grid import Grid, auto_chunk_size, make_grid
 from longweave.plan.dispatch.leveling import level
 from longweave.plan.dispatch.peel import PeelVariant, peel
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
-from longweave.plan.ranges import Ints, check_world_size
+from longweave.plan.ranges import MOST_TOKENS, Ints, check_int, check_number, check_world_size
 
 LPT_CHUNKS_PER_RANK = 8
 LPT_MOST_CHUNKS = 128  # a rank: with more, documents are so short that whole ones level by themselves
@@ -92,21 +92,19 @@ def solve(
     if not isinstance(mask, Mask):
         raise InputError(f"mask is a {type(mask).__name__}; give a Mask such as Mask.causal(cu_seqlens)")
     world = check_world_size(world_size)
-    chunk = (
-        auto_chunk_size(mask.total, world) if chunk_size == "auto" else _whole("chunk_size", chunk_size, 1, '"auto"')
-    )
+    is_auto = isinstance(chunk_size, str) and chunk_size == "auto"
+    chunk = auto_chunk_size(mask.total, world) if is_auto else _whole("chunk_size", chunk_size, 1, '"auto"')
     slack = chunk if token_slack is None else _whole("token_slack", token_slack, 0, "None for one chunk")
     node = None if node_size is None else _whole("node_size", node_size, 1, "None if all ranks are alike")
-    if isinstance(imbalance, bool) or not isinstance(imbalance, int | float) or not imbalance >= 0:
-        raise InputError(f"imbalance is {imbalance!r}; give how far a rank may exceed the mean area, such as 0.03")
-    portfolio = Portfolio(mask, world, chunk, float(imbalance), slack, node, shape, machine)
+    excess = check_number("imbalance", imbalance, "give how far a rank may exceed the mean area, such as 0.03", 0)
+    shape = None if shape is None else check_shape(shape)
+    machine = None if machine is None else check_machine(machine)
+    portfolio = Portfolio(mask, world, chunk, excess, slack, node, shape, machine)
     return min(portfolio.candidates(), key=lambda candidate: candidate.key).layout
 
 
 def _whole(name: str, value: object, least: int, other: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise InputError(f"{name} is {value!r}; give an int of at least {least}, or {other}")
-    return int(value)
+    return check_int(name, value, f"give an int of at least {least}, or {other}", least, MOST_TOKENS)
 
 
 class Portfolio:

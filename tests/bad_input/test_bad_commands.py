@@ -1,0 +1,62 @@
+"""Bad arguments to commands: an exit code, a line that says what and why, no traceback, and nothing was started."""
+
+import pytest
+from typer.testing import CliRunner
+
+from longweave.cli import app
+
+BAD = {
+    "plan": "Missing argument",
+    "plan x": "a valid integer",
+    "plan -- -5": "falls from 0 to -5",
+    "plan 4294967296": "cannot be counted in 64 bits",
+    "plan 99999999999999999999999": "cu_seqlens",
+    "plan 5 --ranks 0": "world_size is 0",
+    "plan 5 --ranks 99999999999": "world_size is 99999999999",
+    "plan 5 --layout q": "layout is 'q'",
+    "plan 5 --strategy q": "strategy is 'q'",
+    "plan 5 --heads 0": "heads is 0",
+    "plan 5 --heads 99999999999999999999": "heads is 99999999999999999999",
+    "plan 5 --kv-heads 3": "multiple of K/V heads",
+    "plan 5 --head-dim -1": "head_dim is -1",
+    "plan 5 --png /proc/x.png": "cannot be written",
+    "train --ranks 0": "--ranks",
+    "train --ranks 99999": "--ranks",
+    "train --model q": "model is 'q'",
+    "train --steps -1": "steps is -1",
+    "train --tokens 0": "tokens is 0",
+    "train --layers 0": "layers is 0",
+    "train --lr nan": "lr is nan",
+    "train --lr -1": "lr is -1",
+    "train --clip inf": "clip is inf",
+    "train --dp 0": "dp is 0",
+    "train --dp 3": "give a divisor",
+    "train --accumulate 0": "accumulate is 0",
+    "train --layout q": "layout is 'q'",
+    "train --strategy q": "strategy is 'q'",
+    "train --save-every -1": "save_every is -1",
+    "train --resume /no/such/folder": "does not exist",
+    "doctor --device q": "device is 'q'",
+    "doctor --ranks 0": "--ranks",
+    "doctor --model q": "model is 'q'",
+    "doctor --json /proc/x": "cannot be written",
+    "bench attention 0": "TOKENS",
+    "bench packed 0": "TOKENS",
+    "bench compare 0": "TOKENS",
+    "bench compare 64 --ranks 0": "--ranks",
+    "bench host --rounds 0": "--rounds",
+    "bench linear 0": "TOKENS",
+    "bench pool --ranks 1": "--ranks",
+    "bench pool --rows 0": "--rows",
+    "bench nonsense": "No such command",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_arguments_are_named(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr("longweave.launch.Ranks._start", lambda *_: pytest.fail("a rank was started"))
+    result = CliRunner().invoke(app, line.split(), env={"COLUMNS": "300"})
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 2
+    assert BAD[line].lower() in " ".join(result.output.split()).lower()
