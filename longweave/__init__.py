@@ -15,7 +15,8 @@ from longweave.errors import BackendError, GroupError, InputError, LongweaveErro
 from longweave.plan import Layout, Mask, Plan, Slice, Span, make_plan
 
 if TYPE_CHECKING:
-    from longweave.comm.agreement import unchecked
+    from longweave.comm.ledger import unchecked
+    from longweave.comm.watch import set_wait
     from longweave.documents import document_mean, document_sum, shift
     from longweave.linear.conv import causal_conv1d
     from longweave.linear.gather import gather_recompute
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from longweave.pack import Pack
     from longweave.softmax.attention import attention
     from longweave.tokens import reshard, shard, unshard
+    from longweave.tools.audit import audit
 
 __version__ = "0.1.0"
 
@@ -41,6 +43,7 @@ _LAZY = {
     "Batch": "longweave.models.batch",
     "Pack": "longweave.pack",
     "attention": "longweave.softmax.attention",
+    "audit": "longweave.tools.audit",
     "causal_conv1d": "longweave.linear.conv",
     "document_mean": "longweave.documents",
     "document_sum": "longweave.documents",
@@ -56,11 +59,12 @@ _LAZY = {
     "reduce_sum": "longweave.models.loss",
     "reshard": "longweave.tokens",
     "restore": "longweave.models.changes",
+    "set_wait": "longweave.comm.watch",
     "shard": "longweave.tokens",
     "shard_batch": "longweave.models.batch",
     "shift": "longweave.documents",
     "ssd": "longweave.linear.mixers",
-    "unchecked": "longweave.comm.agreement",
+    "unchecked": "longweave.comm.ledger",
     "unshard": "longweave.tokens",
 }
 
@@ -77,6 +81,7 @@ __all__ = [
     "Slice",
     "Span",
     "attention",
+    "audit",
     "causal_conv1d",
     "document_mean",
     "document_sum",
@@ -94,6 +99,7 @@ __all__ = [
     "reduce_sum",
     "reshard",
     "restore",
+    "set_wait",
     "shard",
     "shard_batch",
     "shift",

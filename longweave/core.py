@@ -8,7 +8,7 @@ Calls on a pack go through `core.enter`, which checks and compares new kinds of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from longweave.comm.agreement import Fact, compare, digest, ledger_of, same_calls
+from longweave.comm.agreement import Fact, compare, same_calls, same_history
 from longweave.comm.exchange import Comm, Group, resolve
-from longweave.errors import InputError
+from longweave.comm.ledger import RecordedCall, digest
+from longweave.comm.watch import begin
+from longweave.errors import InputError, shown
 from longweave.kernels.attention import check_backend
 from longweave.plan.cost import CPU, Machine, Shape
 from longweave.plan.fragments import Fragments, fragments
@@ -27,6 +29,7 @@ from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import as_cu_seqlens
 from longweave.plan.schedule import OPTIONS, Plan, check_options, make_plan
+from longweave.tensors import check_tensor
 from longweave.tokens import Shards, check_size
 
 LAYOUTS = ("auto", "zigzag", "contiguous", "balanced")
@@ -69,9 +72,8 @@ class PackCore:
         self.methods: dict[str, Any] = {}  # of linear layers, by operator
         self.masks: dict[str, Mask] = {}  # of calls that have their own, by fingerprint
         self._made: dict[Kind, Any] = {}
-        self._calls: dict[Kind, tuple[str, int]] = {}
-        self._ledger = ledger_of(comm)
-        self._is_first = self._ledger.packs == 0
+        self._calls: dict[Kind, RecordedCall] = {}
+        self._is_first = comm.ledger.packs == 0
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -114,8 +116,8 @@ class PackCore:
                     "make it from this batch's cu_seqlens"
                 )
             return layout
-        if layout not in LAYOUTS:
-            raise InputError(f"layout is {layout!r}; choose one of {', '.join(LAYOUTS)}, or give a Layout")
+        if not isinstance(layout, str) or layout not in LAYOUTS:
+            raise InputError(f"layout is {shown(layout)}; choose one of {', '.join(LAYOUTS)}, or give a Layout")
         if layout == "auto":
             documents = int((self.cu_seqlens[1:] > self.cu_seqlens[:-1]).sum())
             layout = "zigzag" if documents == 1 else "balanced"
@@ -136,12 +138,12 @@ class PackCore:
                     f"{self.cu_seqlens.tolist()}; give cu_seqlens=mask.cu_seqlens"
                 )
             found = mask
+        elif not isinstance(mask, str) or mask not in MASKS:
+            raise InputError(f"mask is {shown(mask)}; choose one of {', '.join(MASKS)}, or give a Mask")
         elif mask == "causal":
             found = Mask.causal(self.cu_seqlens)
-        elif mask == "full":
-            found = Mask.full(self.cu_seqlens)
         else:
-            raise InputError(f"mask is {mask!r}; choose one of {', '.join(MASKS)}, or give a Mask")
+            found = Mask.full(self.cu_seqlens)
         return found if window is None else found.windowed(window)
 
     # -- what is derived from it -------------------------------------------------------------------
@@ -181,37 +183,42 @@ class PackCore:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def enter(self, kind: Kind, check: Callable[[], object]) -> None:
+    def enter(self, kind: Kind, check: Callable[[], object], tokens: Sequence[Tensor] = ()) -> RecordedCall:
         """Before a call sends anything. `kind` is what must be alike on all ranks: operator, dtypes, shapes, options.
+        `tokens` are tensors that must have this rank's tokens first, in every call.
 
         A kind that is new to this pack is checked. On the first pack of a group the ranks then compare: every new kind,
         and for the first few calls known kinds too. (A rank that makes a known call where another makes a new one must
-        take part in the question.)
+        take part in the question.) Returns what the flight recorder notes: `with core.enter(…).forward(): …`
         """
         try:
             call = self._calls.get(kind)
         except TypeError:  # an argument of a wrong type, such as a list: `check` will say so
             kind = tuple(map(str, kind))
             call = self._calls.get(kind)
-        ask = self._is_first and (call is None or self._ledger.asked < ASKED_ANYWAY)
+        ledger = self.comm.ledger
+        ask = self._is_first and (call is None or ledger.asked < ASKED_ANYWAY)
         if call is None or ask:
             problem: Exception | None = None
             try:
                 check()
             except Exception as error:
                 problem = error
+            new = call or RecordedCall(ledger, " ".join(map(_shown, kind)))
             try:
-                description = " ".join(map(_shown, kind)) if call is None else call[0]
                 if ask:
-                    self._ledger.asked += 1
-                    compare(self.comm, [same_calls(description)], problem)
+                    ledger.asked += 1
+                    compare(self.comm, [same_calls(new.description)], problem)
                 elif problem:
-                    raise problem
+                    with new.forward():  # other ranks may be in this call, and wait
+                        raise problem
             finally:
                 del problem  # an error that refers to this frame would keep everything in it alive
-            if call is None:
-                call = self._calls[kind] = (description, digest(description))
-        self._ledger.note(*call)
+            call = self._calls[kind] = new
+        if not all(x.shape[:1] == (self.tokens,) for x in tokens):
+            with call.forward():
+                self.check_tokens(*tokens)
+        return call
 
     def refuse_crossing(self, name: str) -> None:
         """For operators that run along each document: a mask that joins documents asks for something else."""
@@ -226,9 +233,7 @@ class PackCore:
         """All are tensors that have this rank's tokens first."""
         for x in tensors:
             if not isinstance(x, Tensor):
-                raise InputError(
-                    f"a value of type {type(x).__name__} came in; give tensors with this rank's tokens first"
-                )
+                check_tensor("an input", x)
             if x.shape[:1] != (self.tokens,):
                 raise InputError(
                     f"a tensor of shape {tuple(x.shape)} came in, but rank {self.comm.rank} has {self.tokens} tokens; "
@@ -257,8 +262,8 @@ def check_ways(strategy: str, method: str, backend: str, options: Mapping[str, i
 
 
 def check_method(method: object) -> None:
-    if method not in ("auto", *METHODS):
-        raise InputError(f'method is {method!r}; choose "auto", "affine", "reshard" or "gather"')
+    if not isinstance(method, str) or method not in ("auto", *METHODS):
+        raise InputError(f'method is {shown(method)}; choose "auto", "affine", "reshard" or "gather"')
 
 
 def agreed_core(group: Group, make: Callable[[Comm], tuple[PackCore, Fact | None]]) -> PackCore:
@@ -273,22 +278,24 @@ def agreed_core(group: Group, make: Callable[[Comm], tuple[PackCore, Fact | None
             "and lw.make_plan need no ranks, and a Layout can be sent to the main process"
         )
     comm = resolve(group)
+    if not comm.ledger.is_watched:
+        begin(comm.ledger)  # all ranks do, with their first pack
     made: tuple[PackCore, Fact | None] | None = None
     problem: Exception | None = None
     try:
         made = make(comm)
     except Exception as error:
         problem = error
-    ledger = ledger_of(comm)
-    facts = [ledger.fact()]
+    facts = [same_history(comm.ledger)]
     if made is not None:
         core, also = made
         remedy = "give every rank of the group the same cu_seqlens, mask, layout and options"
         facts += [*([also] if also else []), Fact(core.fingerprint, "holds", "another pack than the rest", remedy)]
     try:
-        compare(comm, facts, problem)
+        weights = comm.ledger.take_weights()
+        compare(comm, facts, problem, "agreement on a pack", between_packs=True, weights=weights)
     finally:
         del problem
     assert made is not None
-    ledger.packs += 1
+    comm.ledger.packs += 1
     return made[0]

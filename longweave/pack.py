@@ -22,6 +22,7 @@ from torch import Tensor
 from longweave.comm.exchange import Comm, Group
 from longweave.core import PackCore, agreed_core
 from longweave.errors import InputError
+from longweave.finite import check_finite
 from longweave.plan.cost import Shape
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
@@ -128,8 +129,20 @@ class Pack:
         """The tokens of all ranks, in token order, on every rank; backward adds up gradients, see `lw.unshard`."""
         core = self.core
         whose = f"the count of rank {core.comm.rank}"
-        core.enter((describe("unshard", x_local, dim),), lambda: check_tokens(x_local, core.tokens, dim, whose))
-        return core.shards.unshard(x_local, dim)
+        with core.enter(
+            (describe("unshard", x_local, dim),), lambda: check_tokens(x_local, core.tokens, dim, whose)
+        ).forward():
+            return core.shards.unshard(x_local, dim)
+
+    @eager
+    def check_finite(self, **tensors: Tensor) -> None:
+        """Raise `InputError` on every rank where one of the tensors, each with this rank's tokens first, has NaN or ±∞
+        on some rank; it names tensor, document, token and rank. To be called by all ranks. For looking for the cause:
+        it waits for the device and for the other ranks.
+
+            pack.check_finite(q=q, hidden=hidden)
+        """
+        check_finite(self.core, tensors)
 
     @property
     def plans(self) -> tuple[Plan, ...]:

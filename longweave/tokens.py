@@ -10,6 +10,7 @@ These take a layout and a group; those that send compare the ranks in every call
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from longweave.comm.agreement import Fact, compare, same_calls
 from longweave.comm.exchange import Comm, Group, all_gather_v, all_to_all_v, reduce_scatter_v, resolve
-from longweave.errors import GroupError, InputError
+from longweave.comm.ledger import RecordedCall, call_of
+from longweave.errors import GroupError, InputError, shown
 from longweave.plan.layout import Layout
 from longweave.plan.ranges import Ints, expand
 from longweave.plan.routing import Route, route, run_index
-from longweave.tensors import Indices, Order
+from longweave.tensors import Indices, Order, check_tensor, kind_of, why_unusual
 
 
 def shard(x: Tensor, layout: Layout, group: Group = None, dim: int = 0) -> Tensor:
@@ -43,8 +45,8 @@ def unshard(x_local: Tensor, layout: Layout, group: Group = None, dim: int = 0) 
     the gradient comes out `world_size` times too large: divide that loss by the world size, or let one rank compute it.
     """
     comm = resolve(group)
-    _compare(comm, [layout], x_local, dim, "unshard")
-    return Shards(layout, comm).unshard(x_local, dim)
+    with _compared(comm, [layout], x_local, dim, "unshard").forward():
+        return Shards(layout, comm).unshard(x_local, dim)
 
 
 def reshard(x_local: Tensor, src: Layout, dst: Layout, group: Group = None, dim: int = 0) -> Tensor:
@@ -56,8 +58,8 @@ def reshard(x_local: Tensor, src: Layout, dst: Layout, group: Group = None, dim:
         y_local = lw.reshard(x_local, lw.Layout.zigzag(cu, 8), lw.Layout.contiguous(total, 8), group)
     """
     comm = resolve(group)
-    _compare(comm, [src, dst], x_local, dim, "reshard")
-    return TokenRoute(route(src, dst, comm.rank), comm).walk(x_local, dim)
+    with _compared(comm, [src, dst], x_local, dim, "reshard").forward():
+        return TokenRoute(route(src, dst, comm.rank), comm).walk(x_local, dim)
 
 
 class Shards:
@@ -169,12 +171,13 @@ class _Select(torch.autograd.Function):
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, shards: Shards, dim: int) -> Tensor:
-        ctx.args = shards, dim
+        ctx.args, ctx.call = (shards, dim), call_of(shards.comm.ledger, "unshard")
         return shards.gather(x_local.movedim(dim, 0)).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _SumHome.apply(grads[0], *ctx.args), None, None  # type: ignore[no-untyped-call]
+        with ctx.call.backward():
+            return _SumHome.apply(grads[0], *ctx.args), None, None  # type: ignore[no-untyped-call]
 
 
 class _SumHome(torch.autograd.Function):
@@ -182,23 +185,26 @@ class _SumHome(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_full: Tensor, shards: Shards, dim: int) -> Tensor:
-        ctx.args = shards, dim
+        ctx.args, ctx.call = (shards, dim), call_of(shards.comm.ledger, "unshard")
         return shards.sum_home(x_full.movedim(dim, 0)).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Unshard.apply(grads[0], *ctx.args), None, None  # type: ignore[no-untyped-call]
+        with ctx.call.backward():
+            return _Unshard.apply(grads[0], *ctx.args), None, None  # type: ignore[no-untyped-call]
 
 
 class _Walk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, way: TokenRoute, dim: int, fill: float) -> Tensor:
-        ctx.way, ctx.dim = way, dim
+        ctx.way, ctx.dim, ctx.call = way, dim, call_of(way.comm.ledger, "reshard")
         return way.move(x_local.movedim(dim, 0), fill).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Walk.apply(grads[0], ctx.way.back, ctx.dim, 0), None, None, None  # type: ignore[no-untyped-call]
+        # Where no rank sends anything, some have nothing to do at all: only exchanges are recorded.
+        with ctx.call.backward() if ctx.way.path.communicates else nullcontext():
+            return _Walk.apply(grads[0], ctx.way.back, ctx.dim, 0), None, None, None  # type: ignore[no-untyped-call]
 
 
 def _take(x: Tensor, runs: Ints, index: Tensor) -> Tensor:
@@ -251,10 +257,9 @@ def check_size(layout: Layout, comm: Comm) -> None:
 
 def check_tokens(x: Tensor, expected: int, dim: int, what: str) -> int:
     """The dimension, counted from the front, if the tensor has the expected number of tokens there."""
-    if not isinstance(x, Tensor):
-        raise InputError(f"expected a tensor, got a {type(x).__name__}")
-    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        raise InputError(f"dim is {dim!r} but the tensor has shape {tuple(x.shape)}")
+    check_tensor("the tensor", x)
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise InputError(f"dim is {shown(dim)} but the tensor has shape {tuple(x.shape)}; give the dimension of tokens")
     if x.shape[dim] != expected:
         raise InputError(
             f"the tensor has {x.shape[dim]} tokens in dimension {dim} (shape {tuple(x.shape)}) but {what} is "
@@ -265,14 +270,14 @@ def check_tokens(x: Tensor, expected: int, dim: int, what: str) -> int:
 
 def describe(name: str, x: Tensor, dim: int) -> str:
     """A call on one tensor as the other ranks must make it too: everything but its number of tokens."""
-    if not isinstance(x, Tensor) or not isinstance(dim, int):
-        return f"{name} of a {type(x).__name__} along dim {dim!r}"
+    if not isinstance(x, Tensor) or why_unusual(x) or not isinstance(dim, int):
+        return f"{name} of {kind_of(x)} along dim {shown(dim)}"
     trailing = [size for place, size in enumerate(x.shape) if place != dim % max(x.ndim, 1)]
     return f"{name} of {x.dtype} {trailing} along dim {dim}"
 
 
-def _compare(comm: Comm, layouts: list[Layout], x: Tensor, dim: int, name: str) -> None:
-    """Check this rank's tensor, which lies in the first layout; compare layouts and call with the other ranks."""
+def _compared(comm: Comm, layouts: list[Layout], x: Tensor, dim: int, name: str) -> RecordedCall:
+    """The call, once this rank's tensor fits the first layout, and all ranks hold these layouts and make this call."""
     problem, fingerprints = None, ""
     try:
         for layout in layouts:
@@ -284,4 +289,6 @@ def _compare(comm: Comm, layouts: list[Layout], x: Tensor, dim: int, name: str) 
     same_layout = Fact(
         fingerprints, "holds", "another layout than the rest", "give every rank of the group the same layout"
     )
-    compare(comm, [same_layout, same_calls(describe(name, x, dim))], problem)
+    call = describe(name, x, dim)
+    compare(comm, [same_layout, same_calls(call)], problem)
+    return RecordedCall(comm.ledger, call)

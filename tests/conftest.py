@@ -16,6 +16,7 @@ settings.load_profile("longweave")
 
 # Left to `make test-all`, so that `make test` stays short: something quicker shows the same in every run.
 SLOW = (
+    "tests/fuzz/test_same_bits.py::test_the_same_bits_again_and_after_a_restart",
     "tests/gpu/test_fake_cuda.py::TestModels::test_layers_upload_nothing_and_nobody_waits[17-gpt_oss]",
     "tests/gpu/test_fla_interpreter.py::test_in_training",
     "tests/gpu/test_fla_interpreter.py::test_stages[gla]",

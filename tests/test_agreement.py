@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import longweave as lw
+from longweave.comm.exchange import resolve
 from longweave.launch import Ranks
 
 CU = [0, 10, 24]
@@ -29,7 +30,7 @@ def catch(call: Callable[[], object]) -> str:
 
 def sequence(group: dist.ProcessGroup) -> int:
     """Collectives so far."""
-    return int(group._get_sequence_number_for_group())
+    return resolve(group).ledger.exchanges
 
 
 # -- a pack is made ----------------------------------------------------------------------------------
@@ -299,39 +300,27 @@ def test_on_later_packs_a_call_that_differs_is_named_by_the_next_pack(ranks: Ran
 
 def messages(strategy: str) -> dict[str, tuple[int, int]]:
     """The messages of forward and backward on the first and on the second pack: comparing, and all others."""
-    from longweave.comm import agreement, exchange
+    from longweave.comm import agreement
 
-    counts = {"compare": 0, "sent": 0}
-    gather, to_all, all_gather, pairs = (
-        agreement.all_gather_v,
-        dist.all_to_all_single,
-        exchange._all_gather,
-        dist.batch_isend_irecv,
-    )
+    compared = [0]
+    gather = agreement.all_gather_v
 
-    def counting(what: str, original):
-        def call(*args, **kwargs):
-            counts[what] += 1
-            return original(*args, **kwargs)
+    def counting(*args):
+        compared[0] += 1
+        return gather(*args)
 
-        return call
-
-    agreement.all_gather_v = counting("compare", gather)
-    dist.all_to_all_single = counting("sent", to_all)
-    exchange._all_gather = counting("sent", all_gather)
-    dist.batch_isend_irecv = counting("sent", pairs)
+    ledger = resolve(None).ledger
     found = {}
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "all_gather_v", counting)
         for name in ("first", "second"):
             stages = {"stages": 1} if strategy == "groupcast" else {}
             pack = lw.Pack(CU, layout="zigzag", strategy=strategy, **stages)
-            counts.update(compare=0, sent=0)
+            compared[0], before = 0, ledger.exchanges
             attend(pack, strategy="auto").sum().backward()
             attend(pack, strategy="auto").sum().backward()
-            found[name] = counts["compare"], counts["sent"] - counts["compare"]  # a comparison is itself a message
-    finally:
-        agreement.all_gather_v, dist.all_to_all_single = gather, to_all
-        exchange._all_gather, dist.batch_isend_irecv = all_gather, pairs
+            # A comparison is itself an exchange.
+            found[name] = compared[0], ledger.exchanges - before - compared[0]
     return found
 
 

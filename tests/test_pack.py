@@ -398,5 +398,5 @@ def test_kinds_of_calls_do_not_name_devices() -> None:
     lw.gather_recompute(torch.relu, lw.shift(q, pack), pack)
     pack.unshard(lw.document_mean(q, pack)[[0] * 9])
     assert len(pack.core._calls) == 7
-    for kind, (said, _) in pack.core._calls.items():
-        assert "cpu" not in f"{kind} {said}"
+    for kind, call in pack.core._calls.items():
+        assert "cpu" not in f"{kind} {call.description}"

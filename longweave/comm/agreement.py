@@ -14,37 +14,19 @@ it costs neither a message nor a wait. On the first pack of a group calls are co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from weakref import WeakKeyDictionary
+from math import inf, isnan, nan
+from struct import pack, unpack
 
 import torch
-import torch.distributed as dist
 
 from longweave.comm.exchange import Comm, all_gather_v
-from longweave.errors import GroupError
-
-# Set inside `unchecked()` and reset when it ends.
-_checking: ContextVar[bool] = ContextVar("longweave_checks", default=True)
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """Inside, ranks are trusted to hold equal packs and make equal calls: nothing is compared.
-
-    Use it on all ranks or on none.
-    """
-    token = _checking.set(False)
-    try:
-        yield
-    finally:
-        _checking.reset(token)
-
+from longweave.comm.ledger import Ledger, RecordedCall, digest, is_checking
+from longweave.errors import GroupError, named
 
 MOST_FACTS = 3  # in one message
+SAME_WEIGHTS = 1e-5  # of a checksum: rounding is less, a step in another direction more
 
 
 @dataclass(frozen=True)
@@ -68,26 +50,38 @@ def same_calls(description: str) -> Fact:
     )
 
 
-def compare(comm: Comm, facts: Sequence[Fact], problem: Exception | None = None) -> None:
+def compare(
+    comm: Comm,
+    facts: Sequence[Fact],
+    problem: Exception | None = None,
+    what: str = "comparison of calls",
+    *,
+    between_packs: bool = False,
+    weights: float = nan,
+) -> None:
     """Raise on every rank if a fact differs between ranks, or if any rank has a problem of its own.
 
-    `problem` is this rank's own finding. It is raised here, and the others learn of it and raise too.
+    `problem` is this rank's own finding. It is raised here, and the others learn of it and raise too. `what` is how
+    the flight recorder calls it; `between_packs`: ranks may have other things to do before they come. `weights` is a
+    checksum of a model's weights, which may differ by rounding; NaN is none.
     """
-    if comm.size == 1 or not _checking.get():
+    if comm.size == 1 or not is_checking():
         _raise(problem)
         return
-    mine = torch.tensor([digests_of(facts, problem)], device=comm.control_device)
-    everyone = all_gather_v(mine, [1] * comm.size, comm).wait().tolist()
-    raise_differences(comm, everyone, facts, problem)
+    with RecordedCall(comm.ledger, what, what, between_packs).meeting():
+        mine = torch.tensor([digests_of(facts, problem, weights)], device=comm.control_device)
+        everyone = all_gather_v(mine, [1] * comm.size, comm).wait().tolist()
+        raise_differences(comm, everyone, facts, problem)
 
 
-def digests_of(facts: Sequence[Fact], problem: Exception | None) -> list[int]:
-    """What a rank tells the others: MOST_FACTS digests, and whether it refuses.
+def digests_of(facts: Sequence[Fact], problem: Exception | None, weights: float = nan) -> list[int]:
+    """What a rank tells the others: MOST_FACTS digests, the bits of a checksum, and whether it refuses.
 
     It may refuse before it knows its facts: the message has the same size all the same.
     """
     digests = [digest(fact.value) for fact in facts]
-    return [*digests, *[0] * (MOST_FACTS - len(digests)), int(problem is not None)]
+    (bits,) = unpack("<q", pack("<d", weights))
+    return [*digests, *[0] * (MOST_FACTS - len(digests)), bits, int(problem is not None)]
 
 
 def raise_differences(
@@ -106,8 +100,30 @@ def raise_differences(
     if refused:
         why = "; see the error there" if reasons is None else f": {reasons[refused[0]]}"
         raise GroupError(f"{named(refused)} of the group refused this call{why}. Nothing was sent.")
-    for column, fact in enumerate(facts) if _checking.get() else ():
+    for column, fact in enumerate(facts) if is_checking() else ():
         _compare_column([theirs[column] for theirs in everyone], fact, comm)
+    if is_checking():
+        _compare_weights([unpack("<d", pack("<q", theirs[-2]))[0] for theirs in everyone], comm)
+
+
+def _compare_weights(found: list[float], comm: Comm) -> None:
+    if any(map(isnan, found)):
+        return
+    middle = sorted(found)[len(found) // 2]
+    same = [value == middle or abs(value - middle) <= SAME_WEIGHTS * middle < inf for value in found]
+    if all(same):
+        return
+    camps = [0 if alike else 1 + rank for rank, alike in enumerate(same)]
+    same_weights = Fact(
+        "",
+        "holds",
+        "other weights of the model than the rest",
+        "every rank must begin with the same weights and take the same steps: was lw.reduce_gradients(model, group) "
+        "called before optimizer.step(), on all ranks? If ranks are meant to hold different weights (experts), give "
+        "lw.parallelize(..., compare_weights=False)",
+        "Do not trust what was trained since they parted.",
+    )
+    _compare_column(camps, same_weights, comm)
 
 
 def _raise(problem: Exception | None) -> None:
@@ -135,56 +151,18 @@ def _compare_column(digests: list[int], fact: Fact, comm: Comm) -> None:
     raise GroupError(f"the ranks of the group disagree: {listed} {each} {end}")
 
 
-def named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def digest(text: str) -> int:
-    """64 bits that are the same in every process."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
 # -- calls on packs ------------------------------------------------------------------------------------
 
 
-class Ledger:
-    """What was called on the packs of one group since its ranks last compared."""
-
-    def __init__(self) -> None:
-        self.packs = 0  # made so far
-        self.gathers = 0  # through the group's store
-        self.life: int | None = None  # how many groups had this store before; known once there was a gather
-        self.asked = 0  # calls that were compared before they were made
-        self.running = 0
-        self.calls: Counter[str] = Counter()
-
-    def note(self, description: str, mark: int) -> None:
-        """One more call; `mark` is the digest of its description. Calls inside `unchecked()` are compared never."""
-        if not _checking.get():
-            return
-        self.running = (self.running * 1_000_003 + mark) & 0x7FFF_FFFF_FFFF_FFFF
-        self.calls[description] += 1
-
-    def fact(self) -> Fact:
-        """For the next comparison: the calls so far. They are then forgotten."""
-        made = "; ".join(f"{count} × {call}" for call, count in self.calls.items()) or "none"
-        fact = Fact(
-            str(self.running),
-            "made",
-            "other calls on the packs before this one than the rest",
-            f"all ranks must make the same calls in the same order, with the same dtypes, shapes and options; "
-            f"since the pack before, this rank made {made}",
-            "Those calls have run: do not trust results and gradients since then.",
-        )
-        self.running, self.calls = 0, Counter()
-        return fact
-
-
-# A ledger lives as long as its process group.
-_ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
-
-
-def ledger_of(comm: Comm) -> Ledger:
-    if comm.group is None:
-        return Ledger()  # a single process has nobody to differ from
-    return _ledgers.setdefault(comm.group, Ledger())
+def same_history(ledger: Ledger) -> Fact:
+    """The calls since the pack before, forward and backward, in their order. They are then forgotten."""
+    running, calls = ledger.take_calls()
+    made = "; ".join(f"{count} × {call}" for call, count in calls.items()) or "none"
+    return Fact(
+        str(running),
+        "made",
+        "other calls on the packs before this one than the rest",
+        f"all ranks must make the same calls in the same order, with the same dtypes, shapes and options; "
+        f"since the pack before, this rank made {made}",
+        "Those calls have run: do not trust results and gradients since then.",
+    )

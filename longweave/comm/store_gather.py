@@ -12,15 +12,17 @@ nobody. It also spares GPUs a wait for the host: small numbers never go to a dev
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from longweave.comm.agreement import ledger_of, named
 from longweave.comm.exchange import Comm
-from longweave.errors import GroupError
+from longweave.comm.ledger import Ledger, RecordedCall
+from longweave.comm.watch import trouble
+from longweave.comm.whereabouts import life_of
+from longweave.errors import GroupError, named
 
 FIRST_WAIT = 5.0  # seconds in one request; afterwards the store is asked now and then, so that Ctrl-C is heard
 PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two questions: first, later
@@ -33,17 +35,20 @@ def store_all_gather(comm: Comm, message: bytes, wait: float, what: str) -> list
 
     Raises `GroupError` on every rank if one of them does not come within `wait` seconds: also on that one, later.
     """
-    if comm.group is None or comm.size == 1:
+    group = comm.group
+    if group is None or comm.size == 1:
         return [message]
-    ledger = ledger_of(comm)
+    with RecordedCall(comm.ledger, what, what).meeting():
+        return _gather(comm, group.get_group_store(), message, wait, what)
+
+
+def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str) -> list[bytes]:
+    ledger = comm.ledger
     ledger.gathers += 1
     number = ledger.gathers
-    store = comm.group.get_group_store()
     try:
-        if ledger.life is None:
-            # Groups that the same processes make one after another may have one store: each has keys of its own.
-            ledger.life = (store.add("longweave/lives", 1) - 1) // comm.size
-        keys = _keys(comm, number)
+        life_of(ledger)
+        keys = _keys(ledger, number, comm.size)
         # Either a rank puts its message in its place, or another one marks the place: whoever reads it later finds the
         # same, so all ranks go on or none.
         place = _put(store, keys[comm.rank], _HERE + message)
@@ -52,7 +57,7 @@ def store_all_gather(comm: Comm, message: bytes, wait: float, what: str) -> list
             raise GroupError(
                 f"rank {comm.rank} came too late: {who} of the group waited {wait:g} s in front of {what} and gave up"
             )
-        for rank in _missing(store, keys, wait):
+        for rank in _missing(store, keys, wait, lambda: trouble(ledger)):
             _put(store, keys[rank], _GAVE_UP + str(comm.rank).encode())
         found = store.multi_get(keys)
         absent = [rank for rank, text in enumerate(found) if text.startswith(_GAVE_UP)]
@@ -64,7 +69,7 @@ def store_all_gather(comm: Comm, message: bytes, wait: float, what: str) -> list
                 "still be waiting in. If a rank really needs longer, raise wait="
             )
         if number > 1:  # all ranks have read the call before this one
-            store.delete_key(_keys(comm, number - 1)[comm.rank])
+            store.delete_key(_keys(ledger, number - 1, comm.size)[comm.rank])
     except dist.DistError as error:
         raise GroupError(
             f"the store of the process group does not answer ({error}); the process that keeps it, mostly rank 0, has "
@@ -78,8 +83,8 @@ def _put(store: Store, key: str, value: bytes) -> bytes:
     return store.compare_set(key, "", value)  # type: ignore[arg-type]
 
 
-def _missing(store: Store, keys: Sequence[str], wait: float) -> list[int]:
-    """Which ranks have not come, after `wait` seconds at most."""
+def _missing(store: Store, keys: Sequence[str], wait: float, trouble_of_others: Callable[[], str | None]) -> list[int]:
+    """Which ranks have not come, after `wait` seconds at most. Raises if one of them has left, or given up."""
     deadline = time.monotonic() + wait
     try:
         store.wait(list(keys), timedelta(seconds=min(wait, FIRST_WAIT)))
@@ -90,13 +95,16 @@ def _missing(store: Store, keys: Sequence[str], wait: float) -> list[int]:
     while not store.check(list(keys)):
         if time.monotonic() >= deadline:
             return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        reason = trouble_of_others()
+        if reason is not None:
+            raise GroupError(reason)
         time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
         pause = min(1.5 * pause, LONGEST_PAUSE)
     return []
 
 
-def _keys(comm: Comm, number: int) -> list[str]:
-    return [f"longweave/{ledger_of(comm).life}/{number}/{rank}" for rank in range(comm.size)]
+def _keys(ledger: Ledger, number: int, size: int) -> list[str]:
+    return [f"longweave/{ledger.life}/{number}/{rank}" for rank in range(size)]
 
 
 def _absent(ranks: Sequence[int]) -> str:

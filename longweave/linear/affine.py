@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longweave.comm.ledger import call_of
 from longweave.kernels.recurrence.factors import ChunkedInputs
 from longweave.kernels.recurrence.mixer import Mixer, transition_shape
 from longweave.kernels.recurrence.scan import Run, backward_run, backward_summary, run, summary
@@ -49,7 +50,7 @@ class _AffineMix(torch.autograd.Function):
     def forward(ctx: Any, mixer: Mixer, chains: Chains, *inputs: Tensor) -> Tensor:
         with torch.autocast(inputs[0].device.type, enabled=False):
             out, runs, transitions = _forward(mixer, chains, inputs, want_states=any(ctx.needs_input_grad))
-        ctx.mixer, ctx.chains = mixer, chains
+        ctx.mixer, ctx.chains, ctx.call = mixer, chains, call_of(chains.comm.ledger, "linear attention")
         ctx.sizes = [len(inputs), *(len(runs[role].states) for role in Role)]
         ctx.save_for_backward(*inputs, *(state for role in Role for state in runs[role].states), transitions)
         return out
@@ -64,7 +65,7 @@ class _AffineMix(torch.autograd.Function):
             saved = saved[size:]
         inputs, *by_role = parts
         states = dict(zip(Role, by_role, strict=True))
-        with torch.autocast(d_out.device.type, enabled=False):
+        with ctx.call.backward(), torch.autocast(d_out.device.type, enabled=False):
             grads = _backward(ctx.mixer, ctx.chains, tuple(inputs), states, transitions, d_out)
         return None, None, *grads
 

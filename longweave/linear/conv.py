@@ -11,6 +11,7 @@ the end: a document that is cut gets the gradient of one that is not.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, overload
 
 import torch
@@ -18,13 +19,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longweave.comm.exchange import Comm, all_to_all_v
+from longweave.comm.ledger import call_of
 from longweave.core import PackCore
 from longweave.errors import InputError
 from longweave.kernels.recurrence.conv import check_conv, conv_backward, conv_edges, conv_forward
 from longweave.linear.methods import in_place
 from longweave.pack import Pack, checked_core
 from longweave.plan.fragments import halo_route
-from longweave.tensors import Indices, accumulation_dtype, eager, kind_of
+from longweave.tensors import Indices, accumulation_dtype, check_device, check_tensor, eager, kind_of, on_one_device
 
 
 @overload
@@ -60,11 +62,12 @@ def causal_conv1d(x: Any, weight: Any, bias: Any, pack: Pack, *, activation: str
     xs, weights = _listed(x), _listed(weight)
     biases = [None] * len(xs) if bias is None else _listed(bias)
     params = (kind_of(p, per_token=False) for p in (*weights, *biases))
-    kind = ("causal_conv1d of", *map(kind_of, xs), "by", *params, "activation", activation)
-    core.enter(kind, lambda: _check(xs, weights, biases, activation, core))
-    core.check_tokens(*xs)
+    together = on_one_device(*xs, *weights, *biases)
+    kind = ("causal_conv1d of", *map(kind_of, xs), "by", *params, "activation", activation, together)
+    recorded = core.enter(kind, lambda: _check(xs, weights, biases, activation, core), xs)
     halo = core.once(Halo, weights[0].shape[1])
-    results: tuple[Tensor, ...] = _HaloConv.apply(halo, activation == "silu", len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
+    with recorded.forward():
+        results: tuple[Tensor, ...] = _HaloConv.apply(halo, activation == "silu", len(xs), *xs, *weights, *biases)  # type: ignore[no-untyped-call]
     return results[0] if isinstance(x, Tensor) else results
 
 
@@ -81,12 +84,15 @@ def _check(
 ) -> None:
     if not xs or not len(xs) == len(weights) == len(biases):
         raise InputError(f"{len(xs)} tensors, {len(weights)} weights and {len(biases)} biases; give one of each")
-    if not all(isinstance(t, Tensor) for t in (*xs, *weights, *(b for b in biases if b is not None))):
-        raise InputError("x, weight and bias must be tensors, or lists of tensors")
+    for name, tensors in (("x", xs), ("weight", weights), ("bias", [b for b in biases if b is not None])):
+        for tensor in tensors:
+            check_tensor(name, tensor)
     core.refuse_crossing("causal_conv1d")
     core.check_tokens(*xs)
     for one, taps, offset in zip(xs, weights, biases, strict=True):
         check_conv(one, taps, offset, activation)
+    for one in xs[1:]:
+        check_device("one x", one, "another", xs[0])
     if len({taps.shape[1] for taps in weights}) > 1 or len({one.dtype for one in xs}) > 1:
         raise InputError(
             f"widths {[w.shape[1] for w in weights]} and dtypes {[y.dtype for y in xs]}: to share an exchange, "
@@ -149,6 +155,7 @@ class _HaloConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halo: Halo, silu: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.halo, ctx.silu, ctx.count = halo, silu, count
+        ctx.call = call_of(halo.comm.ledger, "causal_conv1d")
         halos = halo.fetch(tensors[:count])
         ctx.save_for_backward(*tensors, *halos)
         calls = zip(*_columns(tensors, count), halos, strict=True)
@@ -157,6 +164,12 @@ class _HaloConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        # Only exchanges are recorded: where no rank sends anything, ranks without tokens may have nothing to do at all.
+        with ctx.call.backward() if ctx.halo.route.communicates else nullcontext():
+            return _HaloConv._gradients(ctx, dys)
+
+    @staticmethod
+    def _gradients(ctx: Any, dys: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         halo, count = ctx.halo, ctx.count
         calls = list(zip(*_columns(ctx.saved_tensors, count), strict=True))
         grads = [

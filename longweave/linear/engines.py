@@ -46,7 +46,7 @@ class EngineChoice:
 
 def check_backend(backend: str, *, recurrent: bool = False) -> None:
     names = ("auto", "torch", "fla", *(["recurrent"] if recurrent else []))
-    if backend not in names:
+    if not isinstance(backend, str) or backend not in names:
         listed = ", ".join(f'"{name}"' for name in names)
         raise InputError(f'backend is "{backend}"; choose one of {listed}')
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longweave.comm.ledger import call_of
 from longweave.kernels.recurrence import fla
 from longweave.kernels.recurrence.mixer import Kind, Mixer, transition_shape
 from longweave.linear.chains import Chains, Selection, Summaries
@@ -97,6 +98,7 @@ class _PassBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, way: _Way, out: Tensor, final: Tensor | None, *kept: Tensor | None) -> Tensor:
         ctx.way, ctx.leaves = way, final is not None
+        ctx.call = call_of(way.chains.comm.ledger, "linear attention")
         # One that is there on every rank: reading it makes checkpointing recompute, and that is a collective.
         ctx.save_for_backward(out.new_empty(0), *kept)
         ctx.mark_dirty(out)
@@ -107,7 +109,7 @@ class _PassBack(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         way, chains, summed = ctx.way, ctx.way.chains, ctx.way.summed
         _, transitions, x, weight = ctx.saved_tensors
-        with torch.autocast(d_out.device.type, enabled=False):
+        with ctx.call.backward(), torch.autocast(d_out.device.type, enabled=False):
             C = torch.zeros((0, *way.state_shape), dtype=torch.float32, device=d_out.device)
             if x is not None:
                 reads = fla.Reads(x, weight, way.scale)

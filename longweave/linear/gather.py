@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longweave.comm.exchange import all_gather_v
+from longweave.comm.ledger import call_of
 from longweave.core import PackCore
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.pack import Pack, checked_core
-from longweave.tensors import eager, kind_of
+from longweave.tensors import check_device, check_tensor, eager, kind_of, on_one_device
 from longweave.tokens import Shards
 
 PARAM_GRADS = ("part", "full")
@@ -56,12 +57,12 @@ def gather_recompute(
     """
     core = checked_core(pack)
     xs = tuple(x_local) if isinstance(x_local, list | tuple) else (x_local,)
-    if not params and isinstance(fn, nn.Module):
+    misfit = _misfit(fn, params)
+    if misfit is None and not len(params) and isinstance(fn, nn.Module):
         params = tuple(fn.parameters())
-    kinds = map(kind_of, xs)
-    core.enter(("gather_recompute of", *kinds, "param_grads", param_grads), lambda: _check(xs, core, param_grads))
-    core.check_tokens(*xs)
-    return gathered(fn, xs, core.shards, params, whole_param_grads=param_grads == "full")
+    kind = ("gather_recompute of", *map(kind_of, xs), "param_grads", param_grads, on_one_device(*xs), misfit or "")
+    with core.enter(kind, lambda: _check(xs, core, param_grads, misfit), xs).forward():
+        return gathered(fn, xs, core.shards, params, whole_param_grads=param_grads == "full")
 
 
 def gathered(
@@ -79,12 +80,27 @@ def gathered(
     return out
 
 
-def _check(xs: Sequence[Tensor], core: PackCore, param_grads: str) -> None:
-    if param_grads not in PARAM_GRADS:
-        raise InputError(f'param_grads is {param_grads!r}; choose "part" or "full"')
+def _misfit(fn: object, params: object) -> str | None:
+    """What is wrong with arguments that are no part of the kind of a call, and so are looked at in every call."""
+    if not callable(fn):
+        return f"fn is {shown(fn)}; give a module, or a function of the full tensors"
+    if not isinstance(params, Sequence) or not all(isinstance(p, Tensor) for p in params):
+        return f"params is {shown(params)}; give a list of the tensors that fn uses, such as list(module.parameters())"
+    return None
+
+
+def _check(xs: Sequence[Tensor], core: PackCore, param_grads: str, misfit: str | None) -> None:
+    if misfit is not None:
+        raise InputError(misfit)
+    if not isinstance(param_grads, str) or param_grads not in PARAM_GRADS:
+        raise InputError(f'param_grads is {shown(param_grads)}; choose "part" or "full"')
     if not xs:
         raise InputError("x_local is empty; give a tensor with this rank's tokens first, or several such tensors")
+    for x in xs:
+        check_tensor("x_local", x)
     core.check_tokens(*xs)
+    for x in xs[1:]:
+        check_device("one x_local", x, "another", xs[0])
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,7 @@ class _GatherRecompute(torch.autograd.Function):
     def forward(ctx: Any, run: _GatherCall, *tensors: Tensor) -> Tensor:
         xs, shards = tensors[: run.count], run.shards
         ctx.run, ctx.surroundings = run, _Surroundings(xs[0].device, run)
+        ctx.call = call_of(shards.comm.ledger, "gather_recompute")
         ctx.save_for_backward(*tensors)  # parameters too: autograd notices when one was changed before backward
         ctx.params = tensors[run.count :]  # the ones that `fn` uses: a checkpoint unpacks others in their place
         with ctx.surroundings.again():
@@ -114,6 +131,12 @@ class _GatherRecompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_local: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.call.backward():
+            return _GatherRecompute._again(ctx, d_local)
+
+    @staticmethod
+    def _again(ctx: Any, d_local: Tensor) -> tuple[Tensor | None, ...]:
+        """Gather and run `fn` once more, then bring its gradients home."""
         run, shards = ctx.run, ctx.run.shards
         saved = ctx.saved_tensors[: run.count]  # asked for once: a checkpoint unpacks only once
         needs = ctx.needs_input_grad[1 : 1 + run.count]

@@ -28,9 +28,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longweave.comm.agreement import compare
+from longweave import finite
+from longweave.comm.ledger import RecordedCall
 from longweave.core import PackCore, check_method
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.kernels.recurrence import check_mixer
 from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.kernels.recurrence.linear_attention import ChannelDecay, HeadDecay, KimiDelta, LinearAttention
@@ -39,7 +40,16 @@ from longweave.linear.engines import Engine, check_backend, choose_engine
 from longweave.linear.gather import gathered
 from longweave.linear.methods import Contiguous, CutDocuments, MethodChoice, Sizes, choose, in_place, move_all, whole
 from longweave.pack import Pack, checked_core
-from longweave.tensors import accumulation_dtype, eager, kind_of
+from longweave.plan.ranges import check_number
+from longweave.tensors import (
+    accumulation_dtype,
+    check_device,
+    check_tensor,
+    eager,
+    kind_of,
+    on_one_device,
+    why_unusual,
+)
 
 
 @eager
@@ -65,7 +75,8 @@ def gated_delta_rule(
     scale: of q; K^-1/2 by default. qk_l2norm: use x·rsqrt(Σx² + 1e-6) of q and k.
     backend: "torch" (any device), "fla" (flash-linear-attention, CUDA), "auto": "fla" where it can serve, else
         "torch"; or "recurrent", the reference loop, for documents that are not cut.
-    check_finite: refuse, on all ranks, a g that has NaN or ±∞. Waits for the device and for the other ranks.
+    check_finite: refuse, on all ranks, tensors that have NaN or ±∞, and name document and rank. Waits for the device
+        and for the other ranks.
 
     Returns out (tokens, Hv, V) in the dtype of q. States are float32 (float64 for float64 inputs), also under autocast.
     Raises `InputError`, before anything is sent, for shapes and head counts that do not fit; on the first pack of a
@@ -85,9 +96,9 @@ def gated_delta_rule(
         choose_engine(backend, GatedDeltaRule(1.0), (q, k, v))
 
     options = {"scale": scale, "qk_l2norm": qk_l2norm, "backend": backend, "check_finite": check_finite}
-    call = _enter("gated_delta_rule", pack, method, (q, k, v, g, beta), options, check)
+    call = _enter("gated_delta_rule", pack, method, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, options, check)
     if check_finite:
-        _check_finite(call, g)
+        finite.check_finite(call.core, {"q": q, "k": k, "v": v, "g": g, "beta": beta})
     decay = beta.new_zeros(()).expand(beta.shape) if g is None else g
     return _mix(call, GatedDeltaRule(_scale(scale, k), qk_l2norm), (q, k, v, decay, beta), backend)
 
@@ -116,9 +127,9 @@ def kimi_delta_attention(
         choose_engine(backend, KimiDelta(), (q, k, v))
 
     options = {"scale": scale, "qk_l2norm": qk_l2norm, "backend": backend, "check_finite": check_finite}
-    call = _enter("kimi_delta_attention", pack, method, (q, k, v, g, beta), options, check)
+    call = _enter("kimi_delta_attention", pack, method, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, options, check)
     if check_finite:
-        _check_finite(call, g)
+        finite.check_finite(call.core, {"q": q, "k": k, "v": v, "g": g, "beta": beta})
     return _mix(call, KimiDelta(_scale(scale, k), qk_l2norm), (q, k, v, g, beta), backend)
 
 
@@ -144,9 +155,9 @@ def gated_linear_attention(
         choose_engine(backend, ChannelDecay(), (q, k, v))
 
     options = {"scale": scale, "backend": backend, "check_finite": check_finite}
-    call = _enter("gated_linear_attention", pack, method, (q, k, v, g), options, check)
+    call = _enter("gated_linear_attention", pack, method, {"q": q, "k": k, "v": v, "g": g}, options, check)
     if check_finite:
-        _check_finite(call, g)
+        finite.check_finite(call.core, {"q": q, "k": k, "v": v, "g": g})
     return _mix(call, ChannelDecay(_scale(scale, k)), (q, k, v, g), backend)
 
 
@@ -169,16 +180,19 @@ def lightning_attention(
     q, k, v = _one_dtype(q, k, v)
 
     def check(core: PackCore) -> None:
+        check_number("scale", scale, "give a finite number", -1e300, 1e300)
         check_mixer(q, k, v)
         _check_per_head("log_decay", log_decay, v)
         check_backend(backend)
         choose_engine(backend, LinearAttention(), (q, k, v))
 
     options = {"scale": scale, "backend": backend}
-    call = _enter("lightning_attention", pack, method, (q, k, v, log_decay), options, check, per_token=3)
+    call = _enter(
+        "lightning_attention", pack, method, {"q": q, "k": k, "v": v, "log_decay": log_decay}, options, check, 3
+    )
     if log_decay is None:
-        return _mix(call, LinearAttention(scale), (q, k, v), backend)
-    return _mix(call, HeadDecay(scale), (q, k, v, log_decay.expand(len(q), -1)), backend)
+        return _mix(call, LinearAttention(float(scale)), (q, k, v), backend)
+    return _mix(call, HeadDecay(float(scale)), (q, k, v, log_decay.expand(len(q), -1)), backend)
 
 
 @eager
@@ -207,7 +221,9 @@ def ssd(
         check_backend(backend)
         choose_engine(backend, HeadDecay(), (C, B, x))
 
-    call = _enter("ssd", pack, method, (x, dt, B, C, A, D), {"backend": backend}, check, per_token=4)
+    call = _enter(
+        "ssd", pack, method, {"x": x, "dt": dt, "B": B, "C": C, "A": A, "D": D}, {"backend": backend}, check, 4
+    )
     wide = accumulation_dtype(x.dtype)
     step = dt.to(wide)
     y = _mix(call, HeadDecay(), (C, B, x.to(wide) * step.unsqueeze(-1), A.to(wide) * step), backend)
@@ -224,13 +240,14 @@ class _Call:
     name: str
     core: PackCore
     method: str
+    recorded: RecordedCall  # by the flight recorder
 
 
 def _enter(
     name: str,
     pack: Pack,
     method: str,
-    tensors: Sequence[Tensor | None],
+    tensors: Mapping[str, Tensor | None],
     options: Mapping[str, object],
     check: Callable[[PackCore], None],
     per_token: int | None = None,
@@ -240,21 +257,36 @@ def _enter(
     The first `per_token` tensors (by default all) have this rank's tokens first.
     """
     core = checked_core(pack)
-    by_token = [x for x in tensors[:per_token] if x is not None]
+    given = list(tensors.values())
+    by_token = [x for x in given[:per_token] if x is not None]
 
     def check_all() -> None:
-        if not all(x is None or isinstance(x, Tensor) for x in tensors):
-            raise InputError(f"{name} takes tensors; got {[type(x).__name__ for x in tensors]}")
+        for label, x in tensors.items():
+            if x is not None or (name, label) not in _MAY_BE_NONE:
+                check_tensor(label, x)
+        _check_options(options)
         check_method(method)
         core.refuse_crossing(name)
         core.check_tokens(*by_token)
         check(core)
 
-    kinds = [kind_of(x) for x in tensors[:per_token]]
-    kinds += [kind_of(x, per_token=False) for x in tensors[len(kinds) :]]
-    core.enter((name, "of", *kinds, "method", method, *options.items()), check_all)
-    core.check_tokens(*by_token)
-    return _Call(name, core, _method(core, method))
+    kinds = [kind_of(x) for x in given[:per_token]]
+    kinds += [kind_of(x, per_token=False) for x in given[len(kinds) :]]
+    kind = (name, "of", *kinds, "method", method, *options.items(), on_one_device(*given))
+    recorded = core.enter(kind, check_all, by_token)
+    return _Call(name, core, _method(core, method), recorded)
+
+
+# Everything else must be there.
+_MAY_BE_NONE = {("gated_delta_rule", "g"), ("lightning_attention", "log_decay"), ("ssd", "D")}
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    for name in ("qk_l2norm", "check_finite"):
+        if not isinstance(options.get(name, False), bool):
+            raise InputError(f"{name} is {shown(options[name])}; give True or False")
+    if options.get("scale") is not None:
+        check_number("scale", options["scale"], "give a finite number, or leave it out", -1e300, 1e300)
 
 
 def _method(core: PackCore, method: str) -> str:
@@ -263,6 +295,11 @@ def _method(core: PackCore, method: str) -> str:
 
 def _mix(call: _Call, mixer: Mixer, inputs: Sequence[Tensor], backend: str) -> Tensor:
     """Outputs of this rank's tokens."""
+    with call.recorded.forward():
+        return _run(call, mixer, inputs, backend)
+
+
+def _run(call: _Call, mixer: Mixer, inputs: Sequence[Tensor], backend: str) -> Tensor:
     core = call.core
     chosen = choose_engine(backend, mixer, inputs)
     asked = MethodChoice(call.method, {}, "asked for")
@@ -288,7 +325,7 @@ def _on_fragments(mixer: Mixer, inputs: Sequence[Tensor], cut: CutDocuments, eng
 
 def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, q, k, v of different dtypes become the autocast dtype."""
-    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+    if not all(isinstance(x, Tensor) and why_unusual(x) is None for x in (q, k, v)):
         return q, k, v  # refused with all ranks, in a moment
     if len({x.dtype for x in (q, k, v)}) > 1 and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -300,14 +337,10 @@ def _scale(scale: float | None, k: Tensor) -> float:
     return float(k.shape[-1]) ** -0.5 if scale is None else float(scale)
 
 
-def _check_finite(call: _Call, g: Tensor | None) -> None:
-    """In every call, and with all ranks."""
-    problem = None
-    if g is not None and not bool(torch.isfinite(g).all()):
-        problem = InputError(f"g has {int((~torch.isfinite(g)).sum())} values that are not finite; look at its input")
-    compare(call.core.comm, [], problem)
-
-
 def _check_per_head(name: str, x: Tensor | None, v: Tensor) -> None:
-    if x is not None and tuple(x.shape) != (v.shape[1],):
+    if x is None:
+        return
+    check_tensor(name, x, floating=True)
+    check_device(name, x, "v", v)
+    if tuple(x.shape) != (v.shape[1],):
         raise InputError(f"{name} has shape {tuple(x.shape)}; it must be ({v.shape[1]},), one per head")

@@ -195,8 +195,7 @@ def balancing_loss(router_logits: Sequence[Tensor], num_experts: int, top_k: int
                     f"{num_experts} experts; give those of this batch"
                 )
 
-    pack.core.enter(("balancing loss of", len(router_logits), "layers", num_experts, "experts"), check)
-    check()
+    recorded = pack.core.enter(("balancing loss of", len(router_logits), "layers", num_experts, "experts"), check)
     chosen = torch.zeros(num_experts, device=router_logits[0].device)
     likely = chosen.to(accumulation_dtype(router_logits[0].dtype))
     for logits in router_logits:
@@ -206,5 +205,7 @@ def balancing_loss(router_logits: Sequence[Tensor], num_experts: int, top_k: int
         likely = likely + weights.to(likely.dtype).sum(0)
         likely = likely + logits[pack.tokens :].sum() * 0  # a placeholder token must take part in backward
     rows = pack.layout.total * len(router_logits)
-    (chosen,) = all_reduce_sum([chosen.to(likely.dtype)], pack.core.comm)
+    with recorded.forward():
+        check()
+        (chosen,) = all_reduce_sum([chosen.to(likely.dtype)], pack.core.comm)
     return num_experts * torch.sum(chosen / rows * (likely / rows))

@@ -6,23 +6,27 @@ documents, mask, layout, …   ──▶ Pack ──────────┘ 
 
 from __future__ import annotations
 
+import sys
 import warnings
-from typing import Any
+from math import inf
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from longweave.comm.agreement import Fact
 from longweave.comm.exchange import Comm, Group, all_reduce_sum
 from longweave.core import PackCore, agreed_core
-from longweave.errors import InputError, did_you_mean
-from longweave.models.loss import GatherSame, chunked_sum, nll, weighted_sum
+from longweave.errors import InputError, did_you_mean, shown
+from longweave.models.loss import GatherSame, check_output_layer, chunked_sum, nll, weighted_sum
 from longweave.models.packing import PackedTokens, pack_tokens, unshift
 from longweave.models.running import KEY, model_tokens, with_placeholder
 from longweave.pack import Pack
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
+from longweave.plan.ranges import check_int, check_number
 from longweave.plan.schedule import OPTIONS
-from longweave.tensors import kind_of
+from longweave.tensors import FLOATS, check_device, check_fill, check_tensor, kind_of, why_unusual
 
 
 class Batch:
@@ -40,8 +44,12 @@ class Batch:
     """
 
     def __init__(self, packed: PackedTokens, pack: Pack, ignore_index: int) -> None:
+        if not isinstance(packed, PackedTokens) or not isinstance(pack, Pack):
+            raise InputError("a Batch is made by lw.shard_batch(input_ids, cu_seqlens, group), not by itself")
         self.pack, self.ignore_index = pack, ignore_index
-        self.num_valid = int((packed.targets != ignore_index).sum())
+        valid = packed.targets[packed.targets != ignore_index]
+        self.num_valid = len(valid)
+        self._largest = int(valid.max()) if self.num_valid else -1  # of the targets of all ranks
         self.input_ids = None if packed.ids is None else pack.shard(packed.ids)
         self.inputs_embeds = None if packed.embeds is None else pack.shard(packed.embeds)
         self.targets = pack.shard(packed.targets)
@@ -79,7 +87,7 @@ class Batch:
         num_items: what to divide by in the place of `num_valid`, such as the valid tokens of several accumulated
             batches, or of all data-parallel replicas (`lw.reduce_sum`).
         """
-        flat = self._flat(logits, "logits")
+        flat = self._logits(logits)
         self._warn_if_unused()
         total = weighted_sum(flat, self._model_targets(), self._model_weights(), self.ignore_index)
         return total / self._items(num_items)
@@ -101,6 +109,9 @@ class Batch:
             loss = batch.chunked_loss(hidden, model.lm_head.weight)
         """
         flat, targets = self._flat(hidden, "hidden"), self._model_targets()
+        chunk = check_int("chunk", chunk, "give the number of tokens whose logits may exist at once, at least 1", 1)
+        check_output_layer(flat, weight, bias)
+        self._check_vocabulary(weight.shape[0], "weight")
         self._warn_if_unused()
         total = chunked_sum(flat, weight, bias, targets, self._model_weights(), self.ignore_index, chunk)
         return total / self._items(num_items)
@@ -108,8 +119,9 @@ class Batch:
     def reduce_loss(self, loss: Tensor) -> Tensor:
         """The SUM over ranks of a loss, to be logged: the loss of the whole batch on every rank, without gradient."""
         core = self.pack.core
-        core.enter(("reduce_loss of", kind_of(loss, per_token=False)), lambda: None)
-        return next(all_reduce_sum([loss], core.comm))
+        kind = ("reduce_loss of", kind_of(loss, per_token=False))
+        with core.enter(kind, lambda: check_tensor("loss", loss, floating=True)).forward():
+            return next(all_reduce_sum([loss], core.comm))
 
     # -- tokens ------------------------------------------------------------------------------------
 
@@ -124,18 +136,18 @@ class Batch:
         core = self.pack.core
 
         def check() -> None:
-            self._flat(logits, "logits")
-            _check_temperature(temperature)
+            self._logits(logits)
+            _check_positive("temperature", temperature)
 
-        core.enter(("logprobs of", getattr(logits, "dtype", None)), check)
-        local = self.local_logprobs(logits, temperature)
-        full: Tensor = GatherSame.apply(local, core.shards)  # type: ignore[no-untyped-call]
+        with core.enter(("logprobs of", getattr(logits, "dtype", None)), check).forward():
+            local = self.local_logprobs(logits, temperature)
+            full: Tensor = GatherSame.apply(local, core.shards)  # type: ignore[no-untyped-call]
         return unshift(full, core.cu_seqlens) if self._moved_labels else full
 
     def local_logprobs(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
         """log p of this rank's `targets`: (tokens,), 0 where ignored. No communication."""
-        _check_temperature(temperature)
-        flat = self._flat(logits, "logits")
+        temperature = _check_positive("temperature", temperature)
+        flat = self._logits(logits)
         if temperature != 1.0:
             flat = flat / temperature
         return -nll(flat, self._model_targets(), self.ignore_index)[: self.pack.tokens]
@@ -149,28 +161,34 @@ class Batch:
         core, n = self.pack.core, model_tokens(self.pack)
 
         def check() -> None:
-            if not isinstance(x, Tensor) or tuple(x.shape[:2]) != (1, n):
+            check_tensor("x", x)
+            if tuple(x.shape[:2]) != (1, n):
                 raise InputError(
                     f"x has the shape {tuple(x.shape)}; give what the model returned for this batch, (1, {n}, …), or "
                     "call batch.pack.unshard(x, dim) for a tensor whose dimension dim has this rank's tokens"
                 )
 
-        core.enter(("unshard of a model's", getattr(x, "dtype", None), tuple(getattr(x, "shape", ())[2:])), check)
-        return core.shards.unshard(x[:, : core.tokens], 1)
+        shape = None if not isinstance(x, Tensor) or why_unusual(x) else (x.shape[:2] == (1, n), *x.shape[2:])
+        with core.enter(("unshard of a model's", getattr(x, "dtype", None), shape), check).forward():
+            return core.shards.unshard(x[:, : core.tokens], 1)
 
     def to_rows(self, x: Tensor, fill: float = 0) -> Tensor:
         """(total, …) or (1, total, …) → (batch, seq, …), for a batch that was given in rows; `fill` for padding."""
         rows, total = self._rows, self.pack.layout.total
         if rows is None:
             raise InputError("the batch was not given as (batch, seq) rows; its documents lie at batch.pack.cu_seqlens")
+        check_tensor("x", x)
         if x.ndim > 1 and x.shape[:2] == (1, total):
             x = x[0]
-        if x.shape[0] != total:
+        if x.shape[:1] != (total,):
             raise InputError(
                 f"x has the shape {tuple(x.shape)}; give (total, …) with the {total} tokens: batch.unshard(x) makes it "
                 "of what the model returned"
             )
-        out = x.new_full((rows.batch * rows.seq, *x.shape[1:]), fill)
+        small = x.is_floating_point() and x.dtype not in FLOATS
+        if small or x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            raise InputError(f"x is {x.dtype}, which torch cannot index; cast it")
+        out = x.new_full((rows.batch * rows.seq, *x.shape[1:]), check_fill(fill, x.dtype))
         return out.index_copy(0, rows.places.to(x.device), x).view(rows.batch, rows.seq, *x.shape[1:])
 
     # ----------------------------------------------------------------------------------------------
@@ -191,9 +209,9 @@ class Batch:
         return None if self.weights is None else with_placeholder(self.weights, self.pack)
 
     def _items(self, given: float | None) -> float:
-        if given is not None and not given > 0:
-            raise InputError(f"num_items is {given}; give the positive number of tokens to divide by")
-        return max(self.num_valid, 1) if given is None else given
+        if given is None:
+            return max(self.num_valid, 1)
+        return _check_positive("num_items", given)
 
     def _flat(self, x: Tensor, name: str) -> Tensor:
         if not self._has_targets:
@@ -201,6 +219,8 @@ class Batch:
                 "the batch was made from inputs_embeds without labels, so no token counts; give "
                 "lw.shard_batch(inputs_embeds=..., labels=labels)"
             )
+        check_tensor(name, x, floating=True)
+        check_device(name, x, "the batch", self.targets)
         n = model_tokens(self.pack)
         if x.ndim == 3 and x.shape[0] == 1:
             x = x[0]
@@ -211,13 +231,33 @@ class Batch:
             )
         return x
 
+    def _logits(self, logits: Tensor) -> Tensor:
+        flat = self._flat(logits, "logits")
+        self._check_vocabulary(flat.shape[1], "logits")
+        return flat
+
+    def _check_vocabulary(self, size: int, name: str) -> None:
+        """Alike on every rank, because it asks for the largest target of all."""
+        if size <= self._largest:
+            raise InputError(
+                f"{name} has {size} entries of a vocabulary, but the labels go up to {self._largest}; give labels that "
+                "belong to this model"
+            )
+
     def __repr__(self) -> str:
         return f"<Batch of {self.pack.layout.total} tokens, {self.num_valid} valid; {self.pack!r}>"
 
 
-def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise InputError(f"temperature is {temperature}; give a positive number")
+def _check_positive(name: str, value: Any) -> float:
+    """A number, or a tensor with one: then it stays a tensor."""
+    remedy = "give a positive number"
+    if not isinstance(value, Tensor):
+        number = check_number(name, value, remedy, 0, sys.float_info.max)
+        if number:
+            return number
+    elif why_unusual(value) is None and value.numel() == 1 and not value.is_complex() and 0 < value.item() < inf:
+        return cast("float", value)
+    raise InputError(f"{name} is {shown(value)}; {remedy}")
 
 
 def shard_batch(

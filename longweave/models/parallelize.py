@@ -24,18 +24,22 @@ from longweave.models.adapters import balancing_loss
 from longweave.models.changes import Undo, bind_checkpoints, is_changed
 from longweave.models.layers import check_layers, switch_layers
 from longweave.models.roles import roles
-from longweave.models.running import find_pack, model_tokens, running
+from longweave.models.running import current, find_pack, model_tokens, running
+from longweave.models.weights import note_weights
 from longweave.pack import Pack
 
 M = TypeVar("M", bound=nn.Module)
 
 _MARK = "_longweave_group"
+_COMPARES = "_longweave_compares_weights"
 
 
-def parallelize(model: M, group: Group = None) -> M:
+def parallelize(model: M, group: Group = None, *, compare_weights: bool = True) -> M:
     """Let the model run on batches whose sequence is divided over the ranks of a group. In place; returns the model.
 
     group: a ProcessGroup, a 1-D DeviceMesh such as `mesh["cp"]`, or None for the default group.
+    compare_weights: let a checksum of the weights ride on the comparison of some packs, so that a forgotten
+        `lw.reduce_gradients` is named. Not for models whose ranks hold different weights, such as their own experts.
 
     From then on the model takes `lw.shard_batch(...).inputs` and nothing else; `lw.restore` makes it as it was. Call it
     before DistributedDataParallel or torch.compile, and after `peft.get_peft_model`; `fully_shard` may come before or
@@ -61,6 +65,7 @@ def parallelize(model: M, group: Group = None) -> M:
     for _, module, role in parts:
         if role == "model":
             undo.set(module, _MARK, name_of(group))
+            undo.set(module, _COMPARES, compare_weights)
             undo.replace(module, "forward", _model_forward)
     if _MARK not in vars(model):
         undo.set(model, _MARK, name_of(group))
@@ -81,6 +86,8 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = {**parameters.bind_partial(self, *args, **kwargs).arguments, **kwargs}
         _check_call(self, pack, asked)
         bind_checkpoints(self)
+        if vars(self)[_COMPARES] and current() is None:  # the outermost of models in models
+            note_weights(self, pack.core.comm.ledger)
         with running(pack):
             out = original(self, *args, **kwargs)
         return _correct_balancing_loss(self, pack, asked, out)

@@ -24,7 +24,7 @@ from torch import nn
 
 from longweave.comm.exchange import Group, name_of
 from longweave.core import LAYOUTS, MASKS, check_ways
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.models.changes import Undo, is_changed
 from longweave.models.layers import check_layers, switch_layers
 from longweave.models.pooled import Pooling, work_of
@@ -32,6 +32,7 @@ from longweave.models.pooled_decoder import ALONE, POOLING, decoder_forward, gen
 from longweave.models.pooled_head import find_heads, pool_heads
 from longweave.models.roles import FAMILIES, is_model, roles
 from longweave.models.running import Alone
+from longweave.plan.ranges import check_number
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -109,10 +110,9 @@ def pool(
 
 def _check_options(head: object, layout: object, mask: object, wait: object) -> None:
     for name, value, known in (("head", head, HEADS), ("layout", layout, (*LAYOUTS, "home")), ("mask", mask, MASKS)):
-        if value not in known:
-            raise InputError(f"{name} is {value!r}; choose one of {', '.join(known)}")
-    if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait < float("inf"):
-        raise InputError(f"wait is {wait!r}; give a positive number of seconds")
+        if not isinstance(value, str) or value not in known:
+            raise InputError(f"{name} is {shown(value)}; choose one of {', '.join(known)}")
+    check_number("wait", wait, "give a positive number of seconds, at most 1e9", 1e-3, 1e9)
 
 
 def _decoders(model: nn.Module) -> list[nn.Module]:

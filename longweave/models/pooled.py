@@ -19,24 +19,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longweave.comm.agreement import MOST_FACTS, Fact, digests_of, ledger_of, raise_differences
+from longweave.comm.agreement import MOST_FACTS, Fact, digests_of, raise_differences, same_history
 from longweave.comm.exchange import Comm, group_named, resolve
+from longweave.comm.ledger import RecordedCall
 from longweave.comm.store_gather import store_all_gather
 from longweave.core import PackCore, machine_of
 from longweave.errors import InputError
 from longweave.models.layers import Parts
+from longweave.models.packing import is_integer
 from longweave.models.rows import HomeRows, read_rows
 from longweave.models.running import model_tokens, unbatch, with_placeholder
 from longweave.pack import Pack
 from longweave.plan.cost import Shape
-from longweave.plan.homing import DecoderWork, home_layout, levelled
+from longweave.plan.homing import DecoderWork, faster_layout, home_layout
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints
 from longweave.plan.routing import route
+from longweave.tensors import check_tensor
 from longweave.tokens import TokenRoute
 
-_DIGESTS = 8 * (MOST_FACTS + 1)  # bytes of `digests_of`, in front of a message
+_DIGESTS = 8 * (MOST_FACTS + 2)  # bytes of `digests_of`, in front of a message
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Pooled:
 
     def home(self, y: Tensor) -> Tensor:
         """(1, tokens, …) of this rank's computation → (batch, seq, …) of its rows, with zeros at padding."""
-        return self.rows.put(self.route.back.walk(unbatch(y, self.pack)))
+        with RecordedCall(self.pack.core.comm.ledger, "hidden states from a pooled model").forward():
+            return self.rows.put(self.route.back.walk(unbatch(y, self.pack)))
 
     def _there(self, x: Tensor) -> Tensor:
         return with_placeholder(self.route.walk(x), self.pack)
@@ -125,9 +129,10 @@ def gather_rows(
         raise InputError("the rows of all ranks are padding only; a batch needs at least one token on some rank")
     core = _core(comm, pooling, np.concatenate([[0], np.cumsum(np.concatenate(lengths))]), home)
     there = TokenRoute(route(home, core.layout, comm.rank), comm)
-    ledger_of(comm).packs += 1
+    comm.ledger.packs += 1
     pooled = Pooled(rows, Pack.around(core), there)
-    pooled.bring(ids, embeds, targets)
+    with RecordedCall(comm.ledger, "tokens for a pooled model").forward():
+        pooled.bring(ids, embeds, targets)
     return pooled
 
 
@@ -141,7 +146,7 @@ def _warn_if_forgotten(comm: Comm) -> None:
             "group, or the dimension of a mesh, inside which documents are to be shared",
             stacklevel=5,
         )
-    if comm.group is None and processes not in ("", "1"):
+    if comm.name is None and processes not in ("", "1"):
         warnings.warn(
             f"WORLD_SIZE is {processes}, but torch.distributed is not initialised: this process trains alone, with or "
             "without lw.pool. Call torch.distributed.init_process_group, or let the trainer do it (on CPUs "
@@ -154,9 +159,8 @@ def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> HomeRows:
     if (ids is None) == (embeds is None):
         raise InputError(f"{'neither' if ids is None else 'both'} of input_ids and inputs_embeds was given; give one")
     tokens = ids if ids is not None else embeds
-    if not isinstance(tokens, Tensor):
-        raise InputError(f"the tokens are a {type(tokens).__name__}; give a tensor")
-    if tokens.dtype.is_floating_point != (ids is None) or tokens.dtype in (torch.bool, torch.complex64):
+    check_tensor("input_ids" if embeds is None else "inputs_embeds", tokens)
+    if tokens.dtype.is_floating_point != (ids is None) or not (tokens.is_floating_point() or is_integer(tokens)):
         raise InputError(f"the tokens are {tokens.dtype}; give integer input_ids, or floating inputs_embeds")
     return read_rows(tokens.shape if ids is not None else tokens.shape[:-1], tokens.device, asked)
 
@@ -181,7 +185,7 @@ def _all_lengths(
         "all ranks must begin with the same weights and take the same steps: wrap the model in DDP or FSDP2, which "
         "average gradients (transformers' trainers do, on CPUs with use_cpu=True)",
     )
-    facts = [ledger_of(comm).fact(), same_call, same_weights]
+    facts = [same_history(comm.ledger), same_call, same_weights]
     own = np.array(digests_of(facts, problem), dtype=np.int64).tobytes()
     own += rows.lengths.tobytes() if problem is None and rows is not None else f"{problem}".encode()
     found = store_all_gather(comm, own, pooling.wait, "the forward of a pooled model")
@@ -198,9 +202,9 @@ def _core(comm: Comm, pooling: Pooling, cu_seqlens: Ints, home: Layout) -> PackC
     layout: str | Layout = pooling.layout
     ways = pooling.ways
     if layout in ("auto", "home"):
-        layout = home if layout == "home" else levelled(mask, home, pooling.work, machine_of(comm))
+        layout = home if layout == "home" else faster_layout(mask, home, pooling.work, machine_of(comm))
         if ways["strategy"] == "auto":
-            # Tokens and pairs together are level, so pairs stay with their queries; others would level them apart.
+            # Tokens and pairs are balanced together, so pairs stay with their queries; others would balance them apart.
             ways = {**ways, "strategy": "groupcast"}
     return PackCore(comm, cu_seqlens, layout, mask=mask, **ways)
 
@@ -224,6 +228,7 @@ def work_of(decoder: nn.Module, parts: Parts) -> DecoderWork:
         2.0 * active,
         float(shape.flops_per_pair * attention),
         float(hidden * shape.itemsize),
+        float(shape.kv_bytes * attention),
         is_chained=any(callable(role) for *_, role in parts),
     )
 

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longweave.errors import InputError
-from longweave.pack import Pack
+from longweave.pack import Pack, checked_core
+from longweave.tensors import check_tensor
 
 KEY = "longweave"
 
@@ -97,6 +98,8 @@ def model_tokens(pack: Pack) -> int:
 
 def unbatch(x: Tensor, pack: Pack) -> Tensor:
     """(1, tokens, …) as a model has it → (tokens, …) as `lw.attention` and its siblings take it."""
+    checked_core(pack)
+    check_tensor("x", x)
     if tuple(x.shape[:2]) != (1, model_tokens(pack)):
         raise InputError(
             f"a layer was called with a tensor of shape {tuple(x.shape)}, but this rank's batch has the shape "
@@ -107,6 +110,8 @@ def unbatch(x: Tensor, pack: Pack) -> Tensor:
 
 def rebatch(y: Tensor, pack: Pack) -> Tensor:
     """The way back: (tokens, …) → (1, tokens, …)."""
+    check_tensor("y", y)
+    checked_core(pack).check_tokens(y)
     return with_placeholder(y, pack)[None]
 
 

@@ -5,17 +5,19 @@ lw.attention(q, k, v, pack) ──▶ operator (`operators.py`) ──▶ call o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from longweave.core import PackCore
-from longweave.errors import InputError
+from longweave.errors import InputError, shown
 from longweave.pack import Pack, checked_core
 from longweave.plan.mask import Mask
+from longweave.plan.schedule import OPTIONS
 from longweave.softmax.operators import call_operator
-from longweave.tensors import eager
+from longweave.tensors import eager, why_unusual
 
 
 @overload
@@ -75,9 +77,12 @@ def attention(
     core = checked_core(pack)
     misfit = _misfit(q, k, v, mask, window, strategy, scale, softcap, sinks, backend)
     if misfit is None and not isinstance(return_lse, bool):
-        misfit = f"return_lse is {return_lse!r}; give True or False"
-    if misfit is None and strategy_options.pop("dropout_p", 0):
-        misfit = "dropout_p is not 0; attention across ranks has no dropout: leave it out"
+        misfit = f"return_lse is {shown(return_lse)}; give True or False"
+    dropout = strategy_options.pop("dropout_p", 0)
+    if misfit is None and not (dropout is None or (isinstance(dropout, int | float) and dropout == 0)):
+        misfit = f"dropout_p is {shown(dropout)}; attention across ranks has no dropout: leave it out"
+    if misfit is None:
+        misfit = _misfit_option(strategy_options)
     if misfit is not None:
         _refuse(core, misfit)
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
@@ -95,19 +100,34 @@ def _misfit(
 ) -> str | None:  # fmt: skip
     """What is wrong with arguments that the operator could not even be called with."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        return "q, k and v must be tensors of shape (tokens, heads, dim)"
+        given = ", ".join([type(x).__name__ for x in (q, k, v)])
+        return f"q, k and v must be tensors of shape (tokens, heads, dim); got {given}"
     if sinks is not None and not isinstance(sinks, Tensor):
         return f"sinks is a {type(sinks).__name__}; give a tensor with one logit per query head"
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        unusual = None if x is None else why_unusual(x)
+        if unusual is not None:
+            return f"{name} is {unusual}; give a dense tensor that has values"
     if mask is not None and not isinstance(mask, str | Mask):
         return f"mask is a {type(mask).__name__}; give 'causal', 'full' or a Mask, such as lw.Mask.from_slices(…)"
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        return f"window is {window!r}; give the number of tokens seen, itself included, at least 1, or None"
+        return f"window is {shown(window)}; give the number of tokens seen, itself included, at least 1, or None"
     for name, text in (("backend", backend), ("strategy", strategy)):
         if not isinstance(text, str):
-            return f"{name} is {text!r}; give a name, or 'auto'"
+            return f"{name} is {shown(text)}; give a name, or 'auto'"
     for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not isinstance(value, int | float):
-            return f"{name} is {value!r}; give a number or None"
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            return f"{name} is {shown(value)}; give a number or None"
+        if isinstance(value, int) and abs(value) > 1 << 1000:  # operators take floats
+            return f"{name} is {shown(value)}; give a smaller number"
+    return None
+
+
+def _misfit_option(options: Mapping[str, object]) -> str | None:
+    """Of values that would become other ones when they are written into one string."""
+    for name, value in options.items():
+        if isinstance(value, str | bytes) or (isinstance(value, bool) and name != "keep_kv"):
+            return f"{name} is {shown(value)}; options are ints"
     return None
 
 
@@ -137,6 +157,9 @@ def _remember(core: PackCore, mask: Mask) -> str:
     return mask.fingerprint
 
 
+_KNOWN = [name for names in OPTIONS.values() for name in names]  # None is "not given" of these
+
+
 def _written(options: dict[str, int]) -> str:
     items = [(name, int(value) if isinstance(value, bool) else value) for name, value in options.items()]
-    return ",".join([f"{name}={value}" for name, value in items if value is not None])
+    return ",".join([f"{name}={value}" for name, value in items if value is not None or name not in _KNOWN])

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longweave.comm.ledger import RecordedCall
 from longweave.core import PackCore
 from longweave.errors import InputError
 from longweave.kernels.attention import Kernel, choose
@@ -22,7 +23,7 @@ from longweave.softmax.allgather import AllGatherStrategy
 from longweave.softmax.groupcast import GroupCastStrategy
 from longweave.softmax.ring import RingStrategy
 from longweave.softmax.strategy import Result, Strategy
-from longweave.tensors import aligned, kind_of
+from longweave.tensors import FLOATS, aligned, kind_of, on_one_device
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "groupcast": GroupCastStrategy,
@@ -63,6 +64,7 @@ class PlannedCall:
         self.plan = core.plan(mask, window, strategy, shape, _read(options))
         # Calls that come to the same plan, such as a window that cuts nothing, share one.
         self.strategy = core.once(_strategy, self.plan)
+        self.recorded: RecordedCall  # the last call that came to this plan, for its backward
 
 
 def _strategy(core: PackCore, plan: Plan) -> Strategy:
@@ -82,17 +84,17 @@ def forward(
     core: PackCore, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool
 ) -> Result:
     """From token-first q, k, v. Of the result, out is (T, H, Dv) in the dtype of q and lse (T, H), if asked for."""
-    together = all(x is None or x.device == q.device for x in (k, v, sinks))  # the device itself differs between ranks
-    tensors = (*map(kind_of, (q, k, v)), kind_of(sinks, per_token=False), together)
-    core.enter(
+    tensors = (*map(kind_of, (q, k, v)), kind_of(sinks, per_token=False), on_one_device(q, k, v, sinks))
+    recorded = core.enter(
         ("attention of q, k, v, sinks", *tensors, "with", *zip(Call._fields, call, strict=True), "lse", return_lse),
         lambda: _check(core, q, k, v, sinks, call),
+        (q, k, v),
     )
-    core.check_tokens(q, k, v)
-    planned = core.once(PlannedCall, call.way, _shape(q, k, v))
-    core.plans[planned.plan] = core.plans.get(planned.plan, 0) + 1
-    kernel = call.kernel(core, q, k, v)
-    with torch.autocast(q.device.type, enabled=False):  # dtypes were decided before
+    with recorded.forward(), torch.autocast(q.device.type, enabled=False):  # dtypes were decided before
+        planned = core.once(PlannedCall, call.way, _shape(q, k, v))
+        planned.recorded = recorded
+        core.plans[planned.plan] = core.plans.get(planned.plan, 0) + 1
+        kernel = call.kernel(core, q, k, v)
         result = planned.strategy.forward(kernel, aligned(q), aligned(k), aligned(v), sinks, return_lse)
     lse = None
     if return_lse and result.lse is not None:
@@ -116,10 +118,11 @@ def backward(
     """
     heads, kv_heads, dim = sizes
     tokens, _, v_dim = grad_out.shape
-    strategy = core.once(PlannedCall, call.way, Shape(heads, kv_heads, dim, v_dim, kept.element_size())).strategy
+    planned = core.once(PlannedCall, call.way, Shape(heads, kv_heads, dim, v_dim, kept.element_size()))
+    strategy = planned.strategy
     dims = ((heads, dim), (kv_heads, dim), (kv_heads, v_dim))
     kernel = call.kernel(core, *(kept.new_empty((0, *pair)) for pair in dims))
-    with torch.autocast(grad_out.device.type, enabled=False):
+    with planned.recorded.backward(), torch.autocast(grad_out.device.type, enabled=False):
         needed = [aligned(x) for x in inputs] if strategy.needs_inputs else []
         grads = strategy.backward(kernel, aligned(grad_out), needed, kept, lse, sinks)
     # Always copies: dk and dv may be views of one buffer, which an operator must not return.
@@ -140,9 +143,6 @@ def _read(options: str) -> dict[str, int]:
     return found
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 def _check(core: PackCore, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> None:
     tokens, rank = core.tokens, core.comm.rank
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -154,8 +154,8 @@ def _check(core: PackCore, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
         raise InputError(f"{shapes}: k and v need the same number of heads, and q a multiple of it")
     if q.shape[2] != k.shape[2] or q.shape[2] == 0 or v.shape[2] == 0:
         raise InputError(f"{shapes}: q and k need the same head dim")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
-        listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
+        listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         raise InputError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give one floating dtype of {listed}")
     if not q.device == k.device == v.device:
         raise InputError(f"q, k, v are on {q.device}, {k.device}, {v.device}; put them on one device")

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import longweave as lw
-from longweave.comm import agreement, store_gather
+from longweave.comm import ledger, store_gather
 from longweave.comm.exchange import Comm, resolve
 from longweave.comm.store_gather import store_all_gather
 from longweave.launch import Ranks
@@ -31,7 +31,7 @@ def catch(call: Callable[[], object]) -> str:
 
 def test_a_single_process_needs_no_store() -> None:
     assert not dist.is_initialized()
-    assert store_all_gather(Comm(None, 0, 1), b"mine", 0.001, "the test") == [b"mine"]
+    assert store_all_gather(Comm.alone(), b"mine", 0.001, "the test") == [b"mine"]
     assert gather(b"") == [b""]
 
 
@@ -69,8 +69,8 @@ def many_calls(calls: int) -> tuple[int, list[int]]:
         assert gather(f"{i} {rank}".encode()) == [f"{i} {r}".encode() for r in range(world)], i
     dist.barrier()
     grown = store.num_keys() - before
-    numbers = range(1, agreement.ledger_of(comm).gathers + 1)
-    left = [n for n in numbers if any(store.check([key]) for key in store_gather._keys(comm, n))]
+    numbers = range(1, comm.ledger.gathers + 1)
+    left = [n for n in numbers if any(store.check([key]) for key in store_gather._keys(comm.ledger, n, world))]
     dist.barrier()
     return grown, left
 
@@ -203,7 +203,7 @@ def made_anew() -> None:
                 time.sleep(0.05)  # who does not wait for this rank reads what it said before
             assert gather(f"{life} {i} {rank}".encode()) == [f"{life} {i} {r}".encode() for r in range(2)]
         dist.barrier()
-        del agreement._ledgers[dist.group.WORLD]
+        del ledger._ledgers[dist.group.WORLD]
 
 
 def test_a_group_made_anew_reads_no_old_messages(ranks: Ranks) -> None:
@@ -217,7 +217,7 @@ def test_any_store_tells_who_is_missing(kind: str, tmp_path: Path) -> None:
     else:
         store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 1)
     store.set("b", "here")
-    assert store_gather._missing(store, ["a", "b", "c"], 0.1) == [0, 2]
+    assert store_gather._missing(store, ["a", "b", "c"], 0.1, lambda: None) == [0, 2]
     assert store_gather._put(store, "a", b"+") == b"+"
     assert store_gather._put(store, "b", b"-") == b"here", "who comes first stays"
-    assert store_gather._missing(store, ["a", "b"], 0.1) == []
+    assert store_gather._missing(store, ["a", "b"], 0.1, lambda: None) == []

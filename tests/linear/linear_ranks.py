@@ -29,14 +29,14 @@ PACKS = {
 LAYOUTS = ("contiguous", "zigzag", "balanced", "shuffled", "last")
 
 
-def layout_of(kind: str, cu: list[int], world: int) -> str | lw.Layout:
-    """What `lw.Pack` takes: a name, or spans that only a test makes."""
+def layout_of(kind: str, cu: list[int], world: int, seed: int | None = None) -> str | lw.Layout:
+    """What `lw.Pack` takes: a name, or spans that only a test makes ("shuffled" by `seed`, by default the ranks)."""
     if kind in ("contiguous", "zigzag", "balanced"):
         return kind
     total = cu[-1]
     if kind == "last":
         return lw.Layout.from_spans(total, [*[[]] * (world - 1), [(0, total)]])
-    rng = np.random.default_rng(world)
+    rng = np.random.default_rng(world if seed is None else seed)
     cuts = sorted({0, total, *rng.integers(0, total + 1, 5 * world).tolist()})
     spans: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     for i in rng.permutation(len(cuts) - 1):

@@ -12,6 +12,7 @@ from linear_ranks import LAYOUTS, PACKS, own_tokens, pack_of
 from torch import Tensor
 
 import longweave as lw
+from longweave.comm.exchange import resolve
 from longweave.kernels.recurrence.conv import conv_backward, conv_edges
 from longweave.launch import Ranks
 
@@ -93,10 +94,10 @@ def fused(dtype: torch.dtype) -> int:
     apart = [lw.causal_conv1d(x, w, None, pack, activation="silu") for x, w in zip(xs, weights, strict=True)]
     expected = torch.autograd.grad(sum((y * y).sum() for y in apart), [*xs, *weights])
     lw.causal_conv1d(xs, weights, None, pack, activation="silu")  # all have agreed on this call
-    before = dist.group.WORLD._get_sequence_number_for_group()
+    before = resolve(None).ledger.exchanges
     together = lw.causal_conv1d(xs, weights, None, pack, activation="silu")
     grads = torch.autograd.grad(sum((y * y).sum() for y in together), [*xs, *weights])
-    calls = int(dist.group.WORLD._get_sequence_number_for_group()) - before
+    calls = int(resolve(None).ledger.exchanges) - before
     for found, reference in zip([*together, *grads], [*apart, *expected], strict=True):
         assert found.dtype == dtype
         assert torch.equal(found, reference)
@@ -113,9 +114,9 @@ def no_exchange() -> int:
     pack = lw.Pack([0, 10, 20, 30, 40], layout="contiguous")
     x, weight = draw((10, 4), (4, 4))
     lw.causal_conv1d(x, weight, None, pack)
-    before = dist.group.WORLD._get_sequence_number_for_group()
+    before = resolve(None).ledger.exchanges
     lw.causal_conv1d(x.requires_grad_(), weight, None, pack).sum().backward()
-    return int(dist.group.WORLD._get_sequence_number_for_group()) - before
+    return int(resolve(None).ledger.exchanges) - before
 
 
 def test_documents_on_one_rank_cost_no_communication(ranks: Ranks) -> None:

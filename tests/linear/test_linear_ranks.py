@@ -17,7 +17,7 @@ from linear_ranks import FULL, LAYOUTS, PACKS, Problem, own_tokens, pack_of
 from torch import Tensor
 
 import longweave as lw
-from longweave.comm.exchange import Comm
+from longweave.comm.exchange import Comm, resolve
 from longweave.core import PackCore
 from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.kernels.recurrence.reference import recurrent
@@ -224,40 +224,22 @@ def test_one_process_without_a_group(problems: dict[str, Problem], layout: str, 
 
 def sent(cu: list[int], layout: str, method: str, dtype: torch.dtype) -> dict[str, int]:
     """Bytes this rank hands to the network, forward and backward, and what the formulas say."""
-    from longweave.comm import exchange
-
     lw.Pack([0, 8])  # on its first pack a group compares calls
     pack = pack_of(layout, cu)
     leaves = [pack.shard(x).requires_grad_() for x in GDN.inputs(cu[-1], 1, 2, K=6, V=5, dtype=dtype)]
     lw.gated_delta_rule(*leaves, pack, method=method).sum().backward()  # all have agreed on this call
-    counted = [0]
-    all_to_all, p2p, gather = dist.all_to_all_single, dist.batch_isend_irecv, exchange._all_gather
-
-    def all_to_all_single(received, x, *args, **kwargs):
-        counted[0] += x.numel()
-        return all_to_all(received, x, *args, **kwargs)
-
-    def batch_isend_irecv(ops):
-        counted[0] += sum(op.tensor.numel() for op in ops if op.op is dist.isend)
-        return p2p(ops)
-
-    def all_gather(gathered, x, **kwargs):
-        counted[0] += x.numel() * (dist.get_world_size() - 1)
-        return gather(gathered, x, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", all_to_all_single)
-        patch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
-        patch.setattr(exchange, "_all_gather", all_gather)
-        out = lw.gated_delta_rule(*leaves, pack, method=method)
-        forward = counted[0]
-        out.sum().backward()
+    ledger = resolve(None).ledger
+    before = ledger.bytes_sent
+    out = lw.gated_delta_rule(*leaves, pack, method=method)
+    forward = ledger.bytes_sent - before
+    out.sum().backward()
+    backward = ledger.bytes_sent - before - forward
     itemsize = 8 if dtype == torch.float64 else 4
     rows = sent_bytes(fragments(pack.layout, cu), 2 * 6 * 5, 2 * 6 * 6, itemsize)
     lw.gated_delta_rule(*leaves, pack)
     return {
         "forward": forward,
-        "backward": counted[0] - forward,
+        "backward": backward,
         "rows forward": int(rows[0][dist.get_rank()]),
         "rows backward": int(rows[1][dist.get_rank()]),
         "busiest": pack.methods["gated_delta_rule"].bytes_sent[method],
@@ -292,9 +274,9 @@ def calls_to_others(cu: list[int], layout: str) -> int:
     pack = pack_of(layout, cu)
     leaves = [x[own_tokens(pack)].requires_grad_() for x in GDN.inputs(cu[-1])]
     lw.gated_delta_rule(*leaves, pack)
-    before = dist.group.WORLD._get_sequence_number_for_group()
+    before = resolve(None).ledger.exchanges
     lw.gated_delta_rule(*leaves, pack).sum().backward()
-    return int(dist.group.WORLD._get_sequence_number_for_group()) - before
+    return int(resolve(None).ledger.exchanges) - before
 
 
 def test_documents_on_one_rank_cost_no_communication(ranks: Ranks) -> None:
@@ -354,7 +336,7 @@ def test_auto_takes_the_fewest_bytes_and_says_why(caplog: pytest.LogCaptureFixtu
     sizes = Sizes.of(GatedDeltaRule(1.0), inputs)
 
     def chosen(cu: list[int], layout: str):
-        return choose(PackCore(Comm(None, 0, 4), cu, layout), sizes)
+        return choose(PackCore(Comm.alone(0, 4), cu, layout), sizes)
 
     with caplog.at_level(logging.INFO, "longweave.linear"):
         one, many = chosen(long, "zigzag"), chosen(tiny, "zigzag")

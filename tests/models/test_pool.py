@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import longweave as lw
 from longweave.launch import Ranks
+from longweave.models.pooled_decoder import POOLING
 
 FULL = bool(os.environ.get("LONGWEAVE_FULL"))
 
@@ -385,6 +386,19 @@ def test_a_model_is_pooled_once() -> None:
         with pytest.raises(lw.InputError, match=r"already; call lw\.restore"):
             lw.pool(nn.Sequential(model))
         lw.pool(lw.restore(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_the_cost_of_a_decoder(family: str) -> None:
+    """Pairs and K/V are those of its attention layers, without linear ones."""
+    model = lw.pool(build(family, torch.float32))
+    config, work = model.config, vars(model.model)[POOLING].work
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = kinds.count("full_attention")
+    assert work.is_chained == (layers < len(kinds))
+    assert work.bytes_home == 4 * config.hidden_size
+    assert work.kv_bytes == layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert work.flops_per_pair == layers * 4 * config.num_attention_heads * config.head_dim
 
 
 def test_a_pooled_head_needs_a_language_model() -> None:

@@ -8,6 +8,7 @@ from reference import Problem
 from test_attention import GIANT, compare, layout_of
 
 import longweave as lw
+from longweave.comm.exchange import resolve
 from longweave.launch import Ranks
 from longweave.plan.cost import traffic
 
@@ -135,10 +136,10 @@ def many_layers() -> tuple[int, int]:
         pack = lw.Pack([0, 97, 111], layout="zigzag", strategy="groupcast")
         x = torch.randn(pack.tokens, 2, 8, requires_grad=True)
         y = x
-        before = dist.group.WORLD._get_sequence_number_for_group()
+        before = resolve(None).ledger.exchanges
         for _ in range(96):
             y = lw.attention(y, y, y, pack)
-        collectives = dist.group.WORLD._get_sequence_number_for_group() - before
+        collectives = resolve(None).ledger.exchanges - before
         y.sum().backward()
     finally:
         GroupCast.of = original
@@ -157,9 +158,9 @@ def no_exchange() -> int:
     lw.Pack([0, 4])
     pack = lw.Pack([0, 50, 100], layout="contiguous", strategy="groupcast")
     x = torch.randn(50, 2, 8, requires_grad=True)
-    before = dist.group.WORLD._get_sequence_number_for_group()
+    before = resolve(None).ledger.exchanges
     lw.attention(x, x, x, pack).sum().backward()
-    return dist.group.WORLD._get_sequence_number_for_group() - before
+    return resolve(None).ledger.exchanges - before
 
 
 def test_documents_on_one_rank_cost_no_communication(ranks: Ranks) -> None:

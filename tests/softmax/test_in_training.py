@@ -287,33 +287,24 @@ def test_what_autograd_keeps_does_not_grow_with_the_ranks(ranks: Ranks, strategy
 
 def bytes_sent(strategy: str, options: dict) -> list[tuple[int, int, int, int]]:
     """Bytes handed to the network by this rank, forward and backward, and what the formula says."""
-    from longweave.comm import exchange
+    from longweave.comm.exchange import resolve
 
     cu = [0, 100, 101, 155]
     rank, world = dist.get_rank(), dist.get_world_size()
     layout = lw.Layout.from_spans(155, [[(r, 155)] if r == world - 1 else [(r, r + 1)] for r in range(world)])
     layout = lw.Layout.zigzag(cu, world) if strategy != "uneven" else layout
+    lw.Pack(cu, layout=layout)  # on its first pack a group compares calls
     pack = lw.Pack(cu, layout=layout, strategy="ring", **options)
     heads, kv_heads, dim, v_dim = 4, 2, 16, 8
     p = Problem.random(155, heads, kv_heads, dim, v_dim, dtype=torch.bfloat16)
     mine = layout.indices(rank)
     q, k, v = (getattr(p, n)[mine].requires_grad_() for n in "qkv")
-    lw.attention(q, k, v, pack)  # the ranks have compared this kind of call now
-    sent = [0]
-    original = exchange.send_receive
-
-    def counting(sends, receives, comm):
-        sent[0] += sum(x.numel() * x.element_size() for _, x in sends)
-        return original(sends, receives, comm)
-
-    exchange.send_receive = counting
-    try:
-        out = lw.attention(q, k, v, pack)
-        forward = sent[0]
-        torch.autograd.grad(out, (q, k, v), p.grad[mine])
-        backward = sent[0] - forward
-    finally:
-        exchange.send_receive = original
+    ledger = resolve(None).ledger
+    before = ledger.bytes_sent
+    out = lw.attention(q, k, v, pack)
+    forward = ledger.bytes_sent - before
+    torch.autograd.grad(out, (q, k, v), p.grad[mine])
+    backward = ledger.bytes_sent - before - forward
     per_token = kv_heads * (dim + v_dim)
     passed_on = sum(layout.counts[(rank - s) % world] for s in range(world - 1))  # W − 1 hops
     passed_back = sum(layout.counts[(rank + s) % world] for s in range(world - 1))

@@ -1,0 +1,338 @@
+"""A wait that lasts too long ends with an error that says who is where, on every rank.
+
+    rank 0   waits in attention, call 118 ── publishes ─▶ store ◀─ publishes ── rank 1   left call 118 with InputError
+             reads all positions ◀─────────────────────────┘
+             gives up: GroupError, and closes its connections, so that ranks that wait for it notice at once
+
+A thread of each process publishes where the process stands, twice a second (`whereabouts.py`), and looks at the others'
+positions only while the process waits; `positions.py` says what follows. Nothing of it is in the way of a good run: an
+exchange is waited for as ever, and the thread ends such a wait by closing the connections of the group. With gloo that
+is what a wait with a timeout does that has run out; NCCL aborts its communicator. The group cannot be used afterwards.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from longweave.comm.ledger import Ledger
+from longweave.comm.whereabouts import BEAT, SILENT_BEATS, Whereabouts, interval
+from longweave.errors import GroupError, InputError
+
+log = logging.getLogger("longweave.comm")
+
+T = TypeVar("T")
+
+DEFAULT_WAIT = 30.0  # seconds
+STORE_ANSWERS = 5.0  # seconds within which the store does, unless its process stands still
+PAUSED = 2.0  # seconds that a thread of this process may be late; more, and the process was stopped
+DRAIN = 10.0  # seconds for exchanges that were under way when an error came
+ON_DEVICE = 4  # exchanges whose completion on a device is looked at
+
+WATCHED = {"gloo", "nccl"}  # backends whose waits can be ended
+
+
+# -- how long -------------------------------------------------------------------------------------------
+
+_set: list[float] = []  # by `set_wait`, for this process
+
+
+def set_wait(seconds: float | None) -> None:
+    """How long a rank waits for the others inside longweave before it raises a `GroupError` that says who is where.
+
+    seconds: 30 by default, or the environment variable LONGWEAVE_WAIT; None goes back to that; `float("inf")` waits as
+    long as the process group does. Ranks that get on are waited for, however slow they are; ranks that compute inside a
+    call, or are at work between two packs or in the first step (they load data, save, evaluate, compile), 20 times as
+    long. Set it on all ranks.
+
+        lw.set_wait(120)
+    """
+    _set[:] = [] if seconds is None else [_checked(seconds, "seconds")]
+
+
+def wait_limit() -> float:
+    """Seconds."""
+    if _set:
+        return _set[0]
+    given = os.environ.get("LONGWEAVE_WAIT")
+    return DEFAULT_WAIT if not given else _checked(given, "LONGWEAVE_WAIT")
+
+
+def _checked(given: object, name: str) -> float:
+    try:
+        seconds = math.nan if isinstance(given, bool) else float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not seconds > 0:
+        raise InputError(f"{name} is {given!r}; give a positive number of seconds")
+    return seconds
+
+
+# -- waiting --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def telling(ledger: Ledger) -> Iterator[None]:
+    """An exchange that fails inside, because another rank has ended or hung up, says who is where."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise group_error(ledger, error) from error
+
+
+def wait_for(works: Sequence[dist.Work], ledger: Ledger) -> None:
+    """Wait until the works of an exchange are complete. Raises `GroupError` where that cannot happen any more."""
+    if not ledger.is_watched:
+        begin(ledger)
+    ledger.waiting = time.monotonic()
+    try:
+        with telling(ledger):
+            for work in works:
+                work.wait()
+    finally:
+        ledger.waiting = None
+    if not works[-1].is_completed():  # a device waits, this process does not
+        _remember(ledger, works[-1])
+
+
+def _remember(ledger: Ledger, work: dist.Work) -> None:
+    """The oldest few exchanges that a device has before it, and the newest."""
+    if not ledger.on_device:
+        ledger.device_since = time.monotonic()
+    if len(ledger.on_device) == ON_DEVICE:
+        ledger.on_device.pop()
+    ledger.on_device.append(work)
+
+
+def begin(ledger: Ledger) -> None:
+    """From now on this process tells where it stands on this group."""
+    group = ledger.group
+    wait_limit()  # a wrong setting is said now
+    if group is not None and group.size() > 1 and {backend.name() for backend in _backends(group)} <= WATCHED:
+        ledger.whereabouts = Whereabouts(ledger, group)
+        ledger.whereabouts.publish(ledger)
+        ledger.on_departure = _tell_and_drain
+        _watcher.watch(ledger)
+    ledger.is_watched = True
+
+
+def group_error(ledger: Ledger, error: BaseException) -> GroupError:
+    """The error of a rank whose exchange has failed: says who is where. The group is unusable from then on."""
+    if ledger.broken is None:
+        whereabouts = ledger.whereabouts
+        look = None
+        if whereabouts is not None:
+            look = within((SILENT_BEATS + 5) * interval() + STORE_ANSWERS, lambda: whereabouts.roll_call(ledger))
+        reason = look or (
+            "an exchange has failed, and the store of the process group does not answer: the process that keeps it, "
+            "mostly rank 0 or the launcher, has ended or stands still"
+        )
+        give_up(ledger, reason if look else f"{reason} ({_first_line(error)})")
+    return GroupError(f"{ledger.broken}")
+
+
+def give_up(ledger: Ledger, reason: str) -> None:
+    """Use the group no more, and let ranks that wait for this one notice."""
+    if ledger.broken is None:
+        ledger.gave_up = reason
+        ledger.broken = (
+            f"{reason}. All ranks must make the same calls in the same order. This process group cannot be used any "
+            "more: restart from the last checkpoint. (lw.set_wait and LONGWEAVE_WAIT say how long ranks wait)"
+        )
+        _publish_soon(ledger)
+        _hang_up(ledger)
+
+
+def trouble(ledger: Ledger) -> str | None:
+    """Did another rank give up, or leave a call that this one did not leave?"""
+    whereabouts: Whereabouts | None = ledger.whereabouts
+    return None if whereabouts is None else whereabouts.verdict(ledger, 0.0, math.inf, math.inf, patient=True)
+
+
+def _publish_soon(ledger: Ledger) -> None:
+    whereabouts = ledger.whereabouts
+    if whereabouts is not None:
+        within(STORE_ANSWERS, lambda: whereabouts.publish(ledger))
+
+
+def _tell_and_drain(ledger: Ledger) -> None:
+    """An error has left a call. Ranks that wait for this one read it with their next look.
+
+    Exchanges that were under way are completed: if all ranks raise alike, the group stays good. A rank that raises
+    alone is given up by those that wait for it.
+    """
+    _publish_soon(ledger)
+    limit = timedelta(seconds=min(wait_limit(), DRAIN))
+    works = [work for some in ledger.pending.values() for work in some]
+    ledger.pending.clear()
+    try:
+        for work in works:
+            work.wait(limit)
+    except RuntimeError:
+        give_up(ledger, f"exchanges that were under way when this rank left {ledger.departure} cannot be completed")
+
+
+# -- the threads of this process ------------------------------------------------------------------------
+
+
+class Watcher:
+    """Publishes positions and ends waits that last too long. One thread for all groups of this process, and one that
+    notices when the store itself does not answer. They end with the process.
+    """
+
+    def __init__(self) -> None:
+        self._ledgers: list[weakref.ref[Ledger]] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._threads: dict[str, threading.Thread] = {}
+        self._answered = time.monotonic()
+        self._resumed = 0.0  # when this process went on after it had been stopped
+
+    def watch(self, ledger: Ledger) -> None:
+        with self._lock:
+            self._ledgers = [ref for ref in self._ledgers if ref() is not None] + [weakref.ref(ledger)]
+            for name, target in {"longweave-watch": self._watch, "longweave-store": self._guard}.items():
+                if name not in self._threads or not self._threads[name].is_alive():
+                    self._answered = time.monotonic()
+                    self._threads[name] = threading.Thread(target=target, name=name, daemon=True)
+                    self._threads[name].start()
+
+    def stop(self) -> None:
+        """Before Python takes its modules apart: a thread that then comes back from C++ would abort the process."""
+        self._stop.set()
+        for thread in self._threads.values():
+            thread.join(2 * STORE_ANSWERS)
+
+    def _living(self) -> list[Ledger]:
+        """Those whose group exists. A pack may outlive its group: then nothing is published or kept any more."""
+        with self._lock:
+            found = [ref() for ref in self._ledgers]
+        for ledger in found:
+            if ledger is not None and ledger.group is None:
+                ledger.whereabouts = None
+        return [ledger for ledger in found if ledger is not None and ledger.group is not None]
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(interval()):
+            if time.monotonic() - last > interval() + PAUSED:
+                self._after_a_pause()
+            last = time.monotonic()
+            for ledger in self._living():
+                try:
+                    self._attend(ledger)
+                except Exception as error:
+                    # The store has ended with its process, or the group was destroyed meanwhile. If this process
+                    # waits for others, its own connections tell.
+                    log.debug("positions are not published any more: %s", error)
+                    ledger.whereabouts = None
+                self._answered = time.monotonic()
+            self._answered = time.monotonic()
+
+    def _after_a_pause(self) -> None:
+        """This process was stopped, and others perhaps with it: what was seen before says nothing, nor does waiting."""
+        self._resumed = time.monotonic()
+        for ledger in self._living():
+            if ledger.whereabouts is not None:
+                ledger.whereabouts.forget()
+
+    def _attend(self, ledger: Ledger) -> None:
+        """Publish; look at the others if this process, or a device for it, waits."""
+        whereabouts = ledger.whereabouts
+        if whereabouts is None or ledger.broken is not None:
+            return
+        whereabouts.publish(ledger)
+        now, limit = time.monotonic(), wait_limit()
+        since, on_device = ledger.waiting, _device_waits(ledger)
+        if since is not None and now - since >= BEAT:
+            waited = now - max(since, self._resumed)
+            reason = whereabouts.verdict(ledger, waited, limit, limit, ledger.is_patient)
+            if reason is not None and ledger.waiting == since:
+                give_up(ledger, reason)
+        elif since is None and on_device is not None and now - on_device >= limit:
+            reason = whereabouts.verdict(ledger, now - on_device, limit, limit, patient=True)
+            if reason is not None:
+                give_up(ledger, reason)
+
+    def _guard(self) -> None:
+        """The other thread may hang in the store, if its process stands still."""
+        last = time.monotonic()
+        while not self._stop.wait(BEAT):
+            if time.monotonic() - last > BEAT + PAUSED:
+                self._answered = time.monotonic()
+            last = time.monotonic()
+            late = time.monotonic() - self._answered - interval()
+            for ledger in self._living() if late > STORE_ANSWERS else ():
+                since = ledger.waiting
+                if since is not None and time.monotonic() - since > wait_limit() and ledger.broken is None:
+                    give_up(
+                        ledger,
+                        f"this rank waits in {ledger.at}, and the store of the process group does not answer for "
+                        f"{late:.0f} s: the process that keeps it, mostly rank 0 or the launcher, stands still or its "
+                        "host cannot be reached",
+                    )
+
+
+def _device_waits(ledger: Ledger) -> float | None:
+    """Since when a device has not got on with the exchanges before it."""
+    while ledger.on_device and ledger.on_device[0].is_completed():
+        ledger.on_device.popleft()
+        ledger.device_since = time.monotonic()
+    return ledger.device_since if ledger.on_device else None
+
+
+_watcher = Watcher()
+atexit.register(_watcher.stop)
+
+
+# -- ending a wait --------------------------------------------------------------------------------------
+
+HANG_UP = 0x7FFF_FFFF  # a tag that no message has
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    return [group._get_backend(device) for device in group._device_types]
+
+
+def _hang_up(ledger: Ledger) -> None:
+    """Close the connections of the group: waits on it fail, here and on the other ranks."""
+    group = ledger.group
+    for backend in [] if group is None else _backends(group):
+        with suppress(RuntimeError):
+            if backend.name() == "gloo":
+                peer = (backend.rank() + 1) % backend.size()
+                backend.recv([torch.empty(1, dtype=torch.uint8)], peer, HANG_UP).wait(timedelta(milliseconds=1))
+            else:
+                backend.abort()
+
+
+def within(seconds: float, fn: Callable[[], T]) -> T | None:
+    """What `fn` returns, or None if it raises or takes longer: what talks to a store may wait for a dead process."""
+    found: list[T] = []
+
+    def call() -> None:
+        with suppress(Exception):
+            found.append(fn())
+
+    thread = threading.Thread(target=call, name="longweave-ask", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
