@@ -1,0 +1,137 @@
+"""`lw.audit`: is a training step across ranks right? Anybody's step, against one process.
+
+    batch ─▶ step on every rank ─▶ loss · gradients · outputs ─┐
+                                                               ├─▶ checks, in order ─▶ AuditReport, alike on all ranks
+    batch ─▶ reference in one process ─────────────────────────┘
+
+Each check says ok, names a fault with its place and likely cause, or is skipped and says why. A fault that changes
+outputs or the loss changes what comes after it, too: that *follows* and is not named again. Adapters of models and of
+Trainers are in `longweave.tools.audit`, beside `OneProcess`, the reference.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from longweave.comm.exchange import Group, resolve
+from longweave.errors import InputError
+from longweave.tools.audit import consistency, gradients, values, visibility
+from longweave.tools.audit.record import recorded
+from longweave.tools.audit.references import OneProcess
+from longweave.tools.audit.report import FAULT, AuditError, AuditFinding, AuditReport, faulty, skipped
+from longweave.tools.audit.steps import AuditedStep, StepFunction, StepResult, as_inputs
+from longweave.tools.audit.subjects import parallelized, pooled, reference_of, subject_of, trainer
+from longweave.tools.audit.trial import StepFailedError, Trial
+
+__all__ = [
+    "AuditError",
+    "AuditFinding",
+    "AuditReport",
+    "AuditedStep",
+    "OneProcess",
+    "StepResult",
+    "audit",
+    "parallelized",
+    "pooled",
+    "recorded",
+    "trainer",
+]
+
+Checks = Callable[[Trial], Iterator[AuditFinding]]
+
+FIRST: tuple[tuple[str, Checks], ...] = (("batch", consistency.same_batch), ("weights", consistency.same_weights))
+# After a fault in one of FIRST or in these, nothing that follows could be believed.
+ALONE: tuple[tuple[str, Checks], ...] = (
+    ("same twice", consistency.repeatable),
+    ("labels used", consistency.labels_are_used),
+    ("tokens", consistency.every_token),
+)
+STOPS = ("weights", "same twice", "labels used")
+THEN: tuple[tuple[str, Checks], ...] = (
+    ("visibility", visibility.visibility),
+    ("outputs", values.outputs),
+    ("labels", values.labels),
+    ("loss", values.loss),
+    ("gradients", gradients.gradients),
+)
+
+
+def audit(
+    step: Any,
+    batch: Any,
+    *,
+    reference: StepFunction | None = None,
+    model: nn.Module | None = None,
+    group: Group = None,
+    loss: str | None = None,
+    gradients: str | None = None,
+    suspects: Mapping[str, StepFunction] | None = None,
+    tolerance: float | None = None,
+) -> AuditReport:
+    """Is this training step right? Runs it some twenty times on a small batch, on every rank of the group.
+
+    step: a function of a batch, longweave's or not, that runs forward and backward on this rank and returns its loss;
+        better (loss, gradients, outputs, tokens) or a `longweave.tools.audit.StepResult`, with which more can be named.
+        Or a model after `lw.parallelize` or `lw.pool`, or a transformers.Trainer.
+    batch: {"input_ids": (tokens,), "cu_seqlens": […], "labels": (tokens,)}, the same on every rank; labels are not
+        shifted, −100 does not count. A few hundred tokens in documents of different lengths show most; one that is
+        cut between ranks, and one that is longer than the model's window, should be among them.
+    reference: a function of a batch that does the same in one process, such as `OneProcess(model)`. By default an
+        unmodified copy of `model`. It gets `position_ids` beside the rest.
+    model: whose weights are compared between ranks and whose `.grad` is read where the step returns no gradients.
+    loss: "mean" (default) or "sum", how the ranks' losses make the batch's. gradients: "same" (default) where they are
+        reduced when the step returns, "sum" or "mean" where they have yet to be.
+    suspects: references with a fault, by name: a step that equals one has that fault.
+    tolerance: the largest error that is rounding, relative to the largest number; by default that of the dtype.
+
+    Returns the same report on every rank. Raises `InputError` for arguments that do not fit.
+
+        report = lw.audit(model, {"input_ids": ids, "cu_seqlens": cu_seqlens})   # lw.parallelize(model) before
+        print(report)
+        report.raise_if_faulty()
+    """
+    begin = time.perf_counter()
+    comm = resolve(group)
+    subject = subject_of(step, group, reference)
+    if subject is None:
+        if reference is None and model is not None:
+            reference = reference_of(model)
+        known = reference.suspects() if isinstance(reference, OneProcess) else {}
+        subject = AuditedStep(step, model, reference, suspects=known)
+    changes: dict[str, Any] = {"loss": loss, "gradients": gradients, "model": model}
+    subject = replace(subject, **{name: value for name, value in changes.items() if value is not None})
+    subject = replace(subject, suspects={**subject.suspects, **(suspects or {})})
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise InputError(f"tolerance is {tolerance}; give a relative error between 0 and 1, such as 1e-4")
+    inputs = as_inputs(batch)
+    if inputs["cu_seqlens"][-1] < 2:
+        raise InputError(f"the batch has {inputs['cu_seqlens'][-1]} tokens; give some documents of several tokens each")
+    trial = Trial(subject, inputs, comm, tolerance)
+    found: list[AuditFinding] = trial.everyone(list(_findings(trial)))[0]
+    documents = len(trial.cu) - 1
+    seconds = trial.everyone(time.perf_counter() - begin)[0]
+    return AuditReport(comm.size, trial.cu[-1], documents, tuple(found), seconds)
+
+
+def _findings(trial: Trial) -> Iterator[AuditFinding]:
+    stopped = ""
+    for name, check in (*FIRST, *ALONE, *THEN):
+        if stopped:
+            yield skipped(name, f"not looked at: {stopped} first")
+            continue
+        try:
+            found = list(check(trial))
+        except StepFailedError as error:
+            found = [faulty(name, "error", str(error), "see the text", "the step must take a full packed batch, twice")]
+        yield from found
+        if name == "batch":
+            trial.inputs = consistency.rank_0s(trial)
+        elif any(f.fault == "error" or (f.verdict == FAULT and name in STOPS) for f in found):
+            stopped = found[0].fault
+        elif any(f.verdict == FAULT and name == "tokens" for f in found):
+            trial.roots.append("tokens")
