@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longweave.plan import Shape
+from longweave.tools.signals import end_on_sigterm
 
 if TYPE_CHECKING:
     from longweave.tools.bench.pool import PoolTime
@@ -20,12 +21,15 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Context para
 bench = typer.Typer(no_args_is_help=True, help="Measure here: ratios from one run.")
 app.add_typer(bench, name="bench")
 WIDE = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140  # tables in pipes are not squeezed to 80 columns
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 console = Console(width=WIDE)
 
 
 @app.callback()
 def main() -> None:
     """Context parallelism for PyTorch."""
+    if not UNDER_TORCHRUN:  # whose ranks may be deep in a wait, where only the default action is quick
+        end_on_sigterm()
 
 
 @app.command("plan")
@@ -64,14 +68,17 @@ def plan(
     typer.echo(draw_layout(made.layout, cu_seqlens, width=80))
     typer.echo(f"\n{made.report()}")
     if png:
-        plot_plan(mask, made.layout, png)
+        try:
+            plot_plan(mask, made.layout, png)
+        except OSError as error:
+            raise typer.BadParameter(f"--png {png} cannot be written: {error.strerror}") from error
         typer.echo(f"wrote {png}")
 
 
 @app.command("train")
 def train(
     model: str = typer.Option("qwen3_5", help="qwen3_5 (hybrid), qwen3_next, llama, qwen3, qwen3_moe, mistral."),
-    ranks: int = typer.Option(2, help="Local ranks to start; ignored under torchrun."),
+    ranks: int = typer.Option(2, min=1, max=1024, help="Local ranks to start; ignored under torchrun."),
     dp: int = typer.Option(1, help="Data-parallel rows; the other ranks divide the sequence."),
     steps: int = 50,
     tokens: int = typer.Option(2048, help="Tokens in one batch."),
@@ -87,13 +94,22 @@ def train(
     strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
     out: Path = typer.Option(Path("out/train"), help="Folder for metrics, plot and checkpoints."),  # noqa: B008
     save_every: int = typer.Option(0, help="Steps between checkpoints; 0 is never."),
-    resume: Path = typer.Option(None, help="A checkpoint folder; the number of ranks may differ."),  # noqa: B008
+    resume: str = typer.Option(
+        None,
+        help="A checkpoint, or the out folder of a run; `auto` is --out if it has one. Ranks may be more or fewer.",
+    ),
+    wait: float = typer.Option(30.0, envvar="LONGWEAVE_WAIT", help="Seconds that ranks wait for each other in a step."),
+    timeout: float = typer.Option(600.0, help="Seconds that they do at the start and around checkpoints."),
 ) -> None:
     """Train a small byte-level model on Python's own sources, with the sequence split across ranks."""
     from longweave.errors import LongweaveError
     from longweave.tools.train import run
+    from longweave.tools.train.failures import TrainingError
     from longweave.tools.train.loop import TrainConfig
+    from longweave.tools.train.workload import FAMILIES
 
+    if model not in FAMILIES:
+        raise typer.BadParameter(f"model is {model!r}; choose one of {', '.join(FAMILIES)}")
     config = TrainConfig(
         model=model,
         hidden=hidden,
@@ -111,14 +127,15 @@ def train(
         strategy=strategy,
         out=out,
         save_every=save_every,
-        resume=resume,
+        resume="auto" if resume == "auto" else Path(resume) if resume else None,
+        wait=wait,
+        timeout=timeout,
     )
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     try:
-        history = run.run_under_torchrun(config) if under_torchrun else run.run_local(config, ranks)
+        history = run.run_under_torchrun(config) if UNDER_TORCHRUN else run.run_local(config, ranks)
     except LongweaveError as error:
-        console.print(f"[red]{error}[/red]")
-        raise typer.Exit(2) from error
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1 if isinstance(error, TrainingError) else 2) from error
     if int(os.environ.get("RANK", "0")) == 0:
         typer.echo(run.line(history[-1]) if history else "nothing left to do")
         run.plot_losses({f"{model}, seed {seed}": history}, out / "loss.png")
@@ -162,8 +179,47 @@ def doctor(
     raise typer.Exit(found.exit_code)
 
 
+@app.command("audit")
+def audit(
+    model: str = typer.Option("qwen3_5", help="A family, as in `longweave train`."),
+    ranks: int = typer.Option(2, min=1, help="Local ranks to start; ignored under torchrun."),
+    way: str = typer.Option("parallelize", help="parallelize or pool: how the model is divided over ranks."),
+    tokens: int = typer.Option(600, min=16, help="In the batch."),
+    layout: str = typer.Option("auto", help="auto, zigzag, contiguous or balanced."),
+    strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
+    seed: int = 0,
+    json: Path = typer.Option(None, help="Also write the report to this file."),  # noqa: B008
+) -> None:
+    """Audit a training step across ranks against one process: who sees whom, labels, positions, loss, gradients.
+
+    `lw.audit` does the same for a step of your own. Exit code 0: right. 1: a fault was named. 2: not understood.
+    """
+    from longweave.errors import LongweaveError
+    from longweave.tools.audit import command
+
+    for name, value, known in (("model", model, command.FAMILIES), ("way", way, command.WAYS)):
+        if value not in known:
+            raise typer.BadParameter(f"{name} is {value!r}; choose one of {', '.join(known)}")
+    workload = command.AuditedWorkload(model, way, tokens, layout, strategy, seed)
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    try:
+        report = command.run_under_torchrun(workload) if under_torchrun else command.run_local(workload, ranks)
+    except LongweaveError as error:
+        console.print(f"[red]{error}[/red]")
+        raise typer.Exit(2) from error
+    if int(os.environ.get("RANK", "0")) == 0:
+        typer.echo(f"{model}, lw.{way}: {report}")
+        if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)
+            json.write_text(report.as_json() + "\n")
+            typer.echo(f"wrote {json}")
+    raise typer.Exit(0 if report.ok else 1)
+
+
 @bench.command("attention")
-def bench_attention(tokens: list[int] = typer.Argument(None, help="Document lengths; 8192 16384 by default.")) -> None:  # noqa: B008
+def bench_attention(
+    tokens: list[int] = typer.Argument(None, min=2, help="Document lengths; 8192 16384 by default."),  # noqa: B008
+) -> None:
     """Softmax attention of one causal document on 2 and 4 local ranks."""
     from longweave.tools.bench import attention
 
@@ -181,7 +237,7 @@ def bench_attention(tokens: list[int] = typer.Argument(None, help="Document leng
 
 
 @bench.command("packed")
-def bench_packed(tokens: list[int] = typer.Argument(None, help="Pack sizes; 8192 32768 by default.")) -> None:  # noqa: B008
+def bench_packed(tokens: list[int] = typer.Argument(None, min=64, help="Pack sizes; 8192 32768 by default.")) -> None:  # noqa: B008
     """Packed documents on 2 and 4 local ranks: group-cast, all-gather, ring and one process. Takes minutes."""
     from longweave.tools.bench import packed
 
@@ -201,7 +257,7 @@ def bench_packed(tokens: list[int] = typer.Argument(None, help="Pack sizes; 8192
 
 
 @bench.command("compare")
-def bench_compare(tokens: int = typer.Argument(32768), ranks: int = 4) -> None:
+def bench_compare(tokens: int = typer.Argument(32768, min=64), ranks: int = typer.Option(4, min=1, max=1024)) -> None:
     """Packed documents: traffic, balance and memory of all-gather, ring and group-cast."""
     from longweave.tools.bench import packed
 
@@ -229,7 +285,7 @@ def bench_plan() -> None:
 
 
 @bench.command("host")
-def bench_host(rounds: int = typer.Option(300, help="Calls of each kind.")) -> None:
+def bench_host(rounds: int = typer.Option(300, min=1, help="Calls of each kind.")) -> None:
     """Host time of one layer call on tiny tensors, on 2 local ranks."""
     from longweave.tools.bench import host
 
@@ -240,11 +296,12 @@ def bench_host(rounds: int = typer.Option(300, help="Calls of each kind.")) -> N
         times = (f"{call.forward:.2f}", f"{call.forward_and_backward:.2f}")
         table.add_row(call.name, str(call.documents), call.layout, *times)
     console.print(table)
+    console.print(f"of which the flight recorder takes {1e6 * host.recorder_seconds():.2f} µs a call")
 
 
 @bench.command("linear")
 def bench_linear(
-    tokens: list[int] = typer.Argument(None, help="Lengths for the methods; 4096 to 65536 by default."),  # noqa: B008
+    tokens: list[int] = typer.Argument(None, min=16, help="Lengths for the methods; 4096 to 65536 by default."),  # noqa: B008
     plot: Path = typer.Option(Path("out/linear.png"), help="Where the plot of the methods goes."),  # noqa: B008
 ) -> None:
     """The gated delta rule: against Hugging Face's torch form, over lengths, and by every method on 2 local ranks."""

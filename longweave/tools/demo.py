@@ -10,6 +10,8 @@ from pathlib import Path
 
 import longweave as lw
 from longweave.tools.draw import draw_layout, plot_plan
+from longweave.tools.signals import end_on_sigterm
+from longweave.tools.train.failures import TrainingError
 from longweave.tools.train.loop import TrainConfig
 from longweave.tools.train.run import plot_losses, run_local
 from longweave.tools.train.workload import draw_documents
@@ -50,4 +52,8 @@ def main(steps: int = 30, tokens: int = 2048) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_on_sigterm()
+    try:
+        main()
+    except (KeyboardInterrupt, TrainingError) as error:
+        raise SystemExit(str(error) or "interrupted") from None

@@ -9,6 +9,7 @@ go to one pack, as the layers of a model do.
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 import longweave as lw
+from longweave.comm.ledger import Ledger, RecordedCall
 from longweave.launch import Ranks
 from longweave.plan import Layout, Mask, make_plan, route
 from longweave.plan.chains import rank_chains
@@ -132,6 +134,17 @@ def layer_times(name: str, rounds: int) -> tuple[float, float]:
     call, leaves, grad = layer(name)
     forward = median_seconds(call, rounds)
     return forward, median_seconds(lambda: torch.autograd.grad(call(), leaves, grad), rounds)
+
+
+def recorder_seconds(calls: int = 100_000) -> float:
+    """What the flight recorder takes of one call: noting it, and that it has ended."""
+    call = RecordedCall(Ledger(None), "attention of q, k, v")
+
+    def record() -> None:
+        with call.forward():
+            pass
+
+    return min(timeit.repeat(record, number=calls, repeat=5)) / calls
 
 
 def layer_calls(rounds: int = 300) -> list[HostTime]:

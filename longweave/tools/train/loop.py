@@ -2,6 +2,7 @@
 
 every CP rank draws the same documents ─▶ shard_batch ─▶ model ─▶ local sum / global count ─▶ backward
 gradients: SUM over dp × cp (FSDP2 averages, so the loss is scaled by the number of ranks)
+what a step draws follows from the seed and its number, so a resumed run goes on with the next batch
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 
 import longweave as lw
+from longweave.core import LAYOUTS
 from longweave.errors import InputError
 from longweave.plan.cost import cost
 from longweave.plan.heads import split_heads
+from longweave.plan.schedule import check_options
+from longweave.tools.train import checkpoints
 from longweave.tools.train.workload import DrawnDocuments, build_model, draw_documents
 
 Progress = Callable[["Metrics"], None]
@@ -53,20 +57,54 @@ class TrainConfig:
     strategy: str = "auto"
     out: Path | None = None  # metrics, plot and checkpoints
     save_every: int = 0
-    resume: Path | None = None
+    resume: Path | Literal["auto"] | None = None  # a checkpoint or a run's folder; "auto": out, if it has a checkpoint
+    wait: float = 30.0  # seconds that ranks wait for each other in a step
+    timeout: float = 600.0  # seconds that they do at the start, and around checkpoints
 
     def check(self, world_size: int) -> int:
         """The number of context-parallel ranks; raises where the numbers do not fit."""
         for name in ("layers", "steps", "tokens", "dp", "accumulate"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; give at least 1")
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name} is {getattr(self, name)}; give a positive number")
+        if self.layout not in LAYOUTS:
+            raise InputError(f"layout is {self.layout!r}; choose one of {', '.join(LAYOUTS)}")
+        check_options(self.strategy, {})
+        if self.save_every < 0:
+            raise InputError(f"save_every is {self.save_every}; give the steps between checkpoints, 0 for none")
         if world_size % self.dp:
             raise InputError(f"dp is {self.dp} but there are {world_size} ranks; give a divisor")
         if self.save_every and self.out is None:
             raise InputError("save_every needs out: a folder for the checkpoints")
-        if self.resume is not None and not self.resume.exists():
-            raise InputError(f"resume is {self.resume}, which does not exist; give the folder of a checkpoint")
+        for name in ("wait", "timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name} is {getattr(self, name)}; give a number of seconds above 0")
+        if self.resume == "auto" and self.out is None:
+            raise InputError("resume is 'auto', which needs out: the folder that has the checkpoints")
+        start = self.start()
+        if start is not None:
+            checkpoints.check_facts(start, self.facts)
         return world_size // self.dp
+
+    def start(self) -> Path | None:
+        """The checkpoint that `resume` means now; raises where one was asked for and there is none."""
+        if self.resume == "auto":
+            return checkpoints.newest(self.out) if self.out else None
+        return checkpoints.find(self.resume) if self.resume else None
+
+    @property
+    def facts(self) -> checkpoints.Facts:
+        """What must be as it was when a run goes on: the shape of the model, and what each step draws."""
+        return {
+            "model": self.model,
+            "hidden": self.hidden,
+            "layers": self.layers,
+            "seed": self.seed,
+            "tokens": self.tokens,
+            "dp × accumulate": self.dp * self.accumulate,
+        }
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine down to a tenth."""
@@ -94,32 +132,44 @@ def train(config: TrainConfig, progress: Progress | None = None) -> list[Metrics
     """Train on this rank of the default process group; returns the metrics of every step of this run."""
     world = dist.get_world_size()
     cp = config.check(world)
+    files = dist.new_group(timeout=timedelta(seconds=config.timeout))
+    start = checkpoints.chosen_by_rank_0(config.start, files)
     mesh = init_device_mesh("cpu", (config.dp, cp), mesh_dim_names=("dp", "cp"))
+    everyone = mesh._flatten("dp_cp")
     torch.manual_seed(config.seed)
     model = build_model(config.model, config.hidden, config.layers)
     if config.checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     lw.parallelize(model, mesh["cp"])
     if world > 1:
-        shard_parameters(model, mesh)
+        shard_parameters(model, everyone)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    first = load(config.resume, model, optimizer) if config.resume else 0
     history = []
-    for step in range(first, config.steps):
-        metrics = train_step(config, step, model, optimizer, mesh)
-        history.append(metrics)
-        if dist.get_rank() == 0:
-            _write(config.out, metrics, fresh=step == first)
-            if progress:
-                progress(metrics)
-        if config.save_every and config.out and (step + 1) % config.save_every == 0:
-            save(config.out / f"step-{step + 1}", model, optimizer, step + 1)
+    with checkpoints.run_folder(config.out, start, files) if config.out else nullcontext():
+        first = checkpoints.load(start, model, optimizer, config.facts, files) if start else 0
+        if config.out and dist.get_rank() == 0:
+            keep_metrics(config.out, first)
+            if start:
+                checkpoints.went_on_from(start, config.out)
+        dist.barrier(files)  # from here on ranks wait for each other's work only
+        for group in (None, mesh["dp"].get_group(), mesh["cp"].get_group(), everyone.get_group()):
+            _set_pg_timeout(timedelta(seconds=config.wait), group)
+        lw.set_wait(config.wait)
+        for step in range(first, config.steps):
+            metrics = train_step(config, step, model, optimizer, mesh)
+            history.append(metrics)
+            if dist.get_rank() == 0:
+                if config.out:
+                    add_metrics(config.out, metrics)
+                if progress:
+                    progress(metrics)
+            if config.save_every and config.out and (step + 1) % config.save_every == 0:
+                checkpoints.save(config.out, model, optimizer, step + 1, config.facts, files)
     return history
 
 
-def shard_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard_parameters(model: nn.Module, everyone: DeviceMesh) -> None:
     """FSDP2 over all ranks of dp × cp: every decoder layer, then the rest."""
-    everyone = mesh._flatten("dp_cp")
     decoder: Any = model.model
     for layer in decoder.layers:
         fully_shard(layer, mesh=everyone)
@@ -207,27 +257,25 @@ def _number(norm: torch.Tensor) -> float:
     return float(full() if full else norm)
 
 
-def _write(out: Path | None, metrics: Metrics, fresh: bool) -> None:
-    if out is None:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "metrics.jsonl").open("w" if fresh and metrics.step == 0 else "a") as file:
+# -- metrics.jsonl: every step once, also when it was done twice ----------------------------------------
+
+
+def keep_metrics(out: Path, first: int) -> None:
+    """Forget the steps that are about to be done, and a line that was not finished; in one go."""
+    path = out / "metrics.jsonl"
+    kept = [line for line in path.read_bytes().splitlines() if _step(line) < first] if path.exists() else []
+    draft = out / ".metrics.jsonl"
+    draft.write_bytes(b"".join(line + b"\n" for line in kept))
+    draft.replace(path)
+
+
+def add_metrics(out: Path, metrics: Metrics) -> None:
+    with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(asdict(metrics)) + "\n")
 
 
-# -- checkpoints: torch.distributed.checkpoint reshards what it loads, so the number of ranks may change ----------
-
-
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Every rank writes its shards."""
-    weights, moments = get_state_dict(model, optimizer)
-    state_dict_saver.save({"model": weights, "optimizer": moments, "step": torch.tensor(step)}, checkpoint_id=folder)
-
-
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Fill model and optimizer from a checkpoint; returns the number of steps that it had done."""
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": torch.tensor(0)}
-    state_dict_loader.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return int(state["step"])
+def _step(line: bytes) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from longweave.launch import Ranks
+from longweave.tools.train import failures
 from longweave.tools.train.loop import Metrics, TrainConfig, train
 
 
-def run_local(
-    config: TrainConfig, ranks: int, threads: int | None = None, timeout: float = 24 * 3600.0
-) -> list[Metrics]:
-    """Start `ranks` processes on this machine and train; `threads` each, by default the cores divided among them."""
+def run_local(config: TrainConfig, ranks: int, threads: int | None = None, limit: float = math.inf) -> list[Metrics]:
+    """Start `ranks` processes on this machine and train; `threads` each, by default the cores divided among them.
+
+    Raises `TrainingError`, one line that names the rank, if a rank fails, dies, stops or does not end within `limit`
+    seconds.
+    """
     config.check(ranks)
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
-    with Ranks(ranks, threads=threads, timeout=timeout) as pool:
-        return pool.run(train_and_show, config, sys.stderr.isatty())[0]
+    with Ranks(ranks, threads=threads, timeout=limit) as pool:
+        try:
+            return pool.run(train_and_show, config, sys.stderr.isatty(), wait=config.timeout)[0]
+        except Exception as error:
+            if pool.failed is None:
+                raise
+            raise failures.of_local_ranks(error, pool.failed, ranks, config.out) from error
 
 
 def run_under_torchrun(config: TrainConfig) -> list[Metrics]:
-    """Join the ranks that torchrun started."""
-    dist.init_process_group("gloo")
+    """Join the ranks that torchrun started. Raises `TrainingError`, one line, on ranks that fail or wait in vain."""
+    limit = timedelta(seconds=config.timeout)
+    store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+        # With --master-port a restart finds the store of the attempt before, and there the addresses of dead ranks.
+        # Several hosts need a rendezvous that makes a new one (c10d): they may count restarts differently.
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     try:
-        return train_and_show(config, sys.stderr.isatty())
+        hosts = failures.gather_hosts()
+        try:
+            return train_and_show(config, sys.stderr.isatty())
+        except Exception as error:
+            raise failures.of_this_rank(error, hosts, config.out) from error
     finally:
         dist.destroy_process_group()
 
