@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all test-gpu-proofs lint format bench clean
+.PHONY: demo test test-all test-gpu-proofs fuzz soak lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m longweave.tools.demo
@@ -18,6 +18,18 @@ test-all: lint
 # What can be shown of the CUDA side without a GPU, all of it.
 test-gpu-proofs: $(INSTALLED)
 	LONGWEAVE_FULL=1 $(BIN)/python -m pytest tests/gpu
+
+# Random plans and tensor cases against one process; goes on where the last run of this seed ended. Not in CI.
+fuzz: MINUTES ?= 120
+fuzz: SEED ?= 0
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED) --minutes $(MINUTES) --plans 100000 --tensors 1000
+
+# Two ranks train, are killed and resume, again and again: memory stays flat, losses are those of an undisturbed run.
+soak: MINUTES ?= 30
+soak: SEED ?= 0
+soak: $(INSTALLED)
+	$(BIN)/python tests/fuzz/soak.py --seed $(SEED) --minutes $(MINUTES)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -108,6 +108,10 @@ def test_plan() -> None:
     assert all(0.1 < row.ms < 60_000 for row in rows), "milliseconds"
 
 
+def test_the_recorder() -> None:
+    assert host.recorder_seconds(calls=10) > 0
+
+
 @pytest.mark.parametrize("name", host.CASES)
 def test_host(ranks: Ranks, name: str) -> None:
     for forward, both in ranks.run(host.layer_times, name, 5, size=2):
