@@ -32,6 +32,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_pipes
 from multiprocessing.process import BaseProcess
@@ -195,10 +196,14 @@ class Ranks:
         except (EOFError, OSError):
             worker.process.join(GRACE)
             code = worker.process.exitcode
+            where = worker.written()
             self._end(rank)
             # Whatever else went wrong, it was because of this: a death counts as the first error.
             how = f"of {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
-            return _Answer(None, RankError(f"rank {rank} died {how}"), -1.0, "(it died)")
+            died = RankError(f"rank {rank} died {how}")
+            if where:
+                died.add_note(f"where rank {rank} was:\n{where}")
+            return _Answer(None, died, -1.0, where or "(it died)")
         if run != self._runs:
             return None
         if note is None:
@@ -223,7 +228,9 @@ class Ranks:
         process = self._context.Process(
             target=_serve, args=(theirs, lifeline_out, stack_in, self._store.port, self.threads), daemon=True
         )
-        # Ctrl-C is for the parent, also while a rank is still importing: it inherits the mask.
+        # Ctrl-C is for the parent, also while a rank is still importing: it inherits the mask. Python's tracker of
+        # resources starts with the first process otherwise, and lifts the mask when it has.
+        resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
@@ -253,7 +260,7 @@ class Ranks:
             return "(not alive)"
         os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.2)
-        return os.read(worker.stack.fileno(), 1 << 16).decode() if worker.stack.poll(0) else "(no stack)"
+        return worker.written() or "(no stack)"
 
 
 def _check_timeout(timeout: object) -> float:
@@ -268,6 +275,10 @@ class _Worker:
     pipe: Connection
     lifeline: Connection
     stack: Connection
+
+    def written(self) -> str:
+        """The stacks that it wrote since the last look: when asked to, or when it died of a fault."""
+        return os.read(self.stack.fileno(), 1 << 16).decode() if self.stack.poll(0) else ""
 
 
 @dataclass
@@ -294,6 +305,7 @@ def _serve(pipe: Connection, lifeline: Connection, stack: Connection, port: int,
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torch.set_num_threads(threads)
+    faulthandler.enable(file=stack.fileno())
     faulthandler.register(signal.SIGUSR1, file=stack.fileno())
     store = TCPStore("127.0.0.1", port, is_master=False)
     while True:

@@ -1,5 +1,6 @@
 """The harness itself: results, errors with their rank, dead and hanging ranks, nothing left behind."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -95,6 +96,17 @@ def test_a_dead_rank_is_named_and_replaced(ranks: Ranks) -> None:
     assert len(ranks.run(world, size=3)) == 3
 
 
+def crash() -> None:
+    faulthandler._sigsegv()
+
+
+def test_a_rank_that_crashes_tells_where_it_was(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="rank 0 died of SIGSEGV") as caught:
+        ranks.run(crash, size=1)
+    assert "in crash" in "".join(caught.value.__notes__)
+    assert len(ranks.run(world, size=2)) == 2
+
+
 def test_a_hanging_rank_is_named_with_its_stack(ranks: Ranks) -> None:
     with pytest.raises(RankTimeoutError, match=r"(?s)ranks \[.*1.*\] of 2 did not come back within 3 s.*sleep_on"):
         ranks.run(sleep_on, 1, size=2, timeout=3)
@@ -112,6 +124,27 @@ if __name__ == "__main__":
     print(*pool.run(pid), flush=True)
     pool.run(sleep_on, 1)
 """
+
+
+FIRST_PROCESSES = """
+import sys
+sys.path.insert(0, {tests!r})
+from longweave.launch import Ranks
+from test_launch import blocks_ctrl_c
+if __name__ == "__main__":
+    print(*Ranks(2).run(blocks_ctrl_c))
+"""
+
+
+def blocks_ctrl_c() -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+
+def test_ctrl_c_is_never_for_the_ranks(tmp_path: Path) -> None:
+    """Not for the first one either, nor while it imports: it would print a traceback."""
+    script = tmp_path / "parent.py"
+    script.write_text(FIRST_PROCESSES.format(tests=str(Path(__file__).parent)))
+    assert subprocess.check_output([sys.executable, str(script)], text=True).split() == ["True", "True"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
