@@ -16,6 +16,7 @@ settings.load_profile("longweave")
 
 # Left to `make test-all`, so that `make test` stays short: something quicker shows the same in every run.
 SLOW = (
+    "tests/fuzz/test_soak.py::test_faults_and_resumes",
     "tests/fuzz/test_same_bits.py::test_the_same_bits_again_and_after_a_restart",
     "tests/gpu/test_fake_cuda.py::TestModels::test_layers_upload_nothing_and_nobody_waits[17-gpt_oss]",
     "tests/gpu/test_fla_interpreter.py::test_in_training",
@@ -24,6 +25,7 @@ SLOW = (
     "tests/gpu/test_flash_masks.py::test_random_tasks",
     "tests/models/test_parallelize.py::test_compiled_layers_serve_every_pack[qwen3_5-24]",
     "tests/test_compile.py::test_by_inductor",
+    "tests/train/test_train.py::test_torchrun_on_two_hosts",
     "tests/trainers/test_docs_trainers.py::test_the_example_trains_on_two_ranks",
 )
 
