@@ -312,11 +312,15 @@ def _hang_up(ledger: Ledger) -> None:
     """Close the connections of the group: waits on it fail, here and on the other ranks."""
     group = ledger.group
     for backend in [] if group is None else _backends(group):
-        with suppress(RuntimeError):
-            if backend.name() == "gloo":
-                peer = (backend.rank() + 1) % backend.size()
-                backend.recv([torch.empty(1, dtype=torch.uint8)], peer, HANG_UP).wait(timedelta(milliseconds=1))
-            else:
+        if backend.name() == "gloo":
+            # A wait that runs out closes all connections of its group. Where a peer has hung up there is nothing to
+            # wait for, and another one must do.
+            for peer in range(backend.size()):
+                if peer != backend.rank():
+                    with suppress(RuntimeError):
+                        backend.recv([torch.empty(1, dtype=torch.uint8)], peer, HANG_UP).wait(timedelta(milliseconds=1))
+        else:
+            with suppress(RuntimeError):
                 backend.abort()
 
 
