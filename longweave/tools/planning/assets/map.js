@@ -111,6 +111,7 @@ function drawBorders(pen, documents, area, size) {
 /** Documents above, the ranks of the keys below. */
 function drawRuler(canvas, view, area, colours) {
   const { pen, width } = fitted(canvas, 26), { documents } = view, scale = width / (area.k1 - area.k0);
+  if (!view.spans.count) return;
   const first = documents.of(area.k0), last = documents.of(Math.max(area.k0, area.k1 - 1));
   pen.textBaseline = "middle";
   pen.textAlign = "center";
