@@ -86,7 +86,8 @@ def _ring(plan: Plan) -> tuple[PlanStage, ...]:
         if step + 1 < count:
             held = np.array(blocks.counts)[(block - step) % count]
             messages[np.arange(world), (np.arange(world) + size) % world] = held * widths[inner]
-        name = "compute" if count == 1 else "step 0, own K/V" if step == 0 else f"step {step}, K/V of rank −{step * size}"
+        name = f"step {step}, " + ("own K/V" if step == 0 else f"K/V of the rank {step * size} before")
+        name = "compute" if count == 1 else name
         found.append(PlanStage(name, work[:, step], messages))
     if size == 1:
         return tuple(found)

@@ -1,6 +1,7 @@
 // Pictures over tokens: the documents, who computes which pair, who holds what. Coarse where a pixel is many tokens.
 
 const SAMPLES = 8; // tokens of a coarse pixel whose colours are mixed
+const THIN = 3; // pixels that a run of keys has at least where a pixel is many tokens
 const NAMES = 26; // pixels that a document needs for its number
 
 function hslToRgb(hue, saturation, lightness) {
@@ -69,12 +70,13 @@ function drawMap(canvas, view, area, colours, stage, pinned) {
     const [first, last] = tokensOfPixel(x, size, area.k0, area.k1), key = Math.floor((first + last) / 2);
     return { key, holder: view.spans.owner(key) };
   });
+  const thin = area.k1 - area.k0 > size ? THIN : 0;
   for (let y = 0; y < size; y++) {
     const [first, last] = tokensOfPixel(y, size, area.q0, area.q1);
     const rgb = colourOf(view.spans, colours, first, last), reader = view.spans.owner(Math.floor((first + last) / 2));
     for (const [from, to] of view.mask.seen(first, last)) {
-      const x1 = Math.min(size, Math.ceil((to - area.k0) * scale));
-      for (let x = Math.max(0, Math.floor((from - area.k0) * scale)); x < x1; x++) {
+      const x0 = Math.floor((from - area.k0) * scale), x1 = Math.min(size, Math.max(Math.ceil((to - area.k0) * scale), x0 + thin));
+      for (let x = Math.max(0, x0); x < x1; x++) {
         const turn = stage < 0 ? -1 : view.stageOf(reader, keys[x].key, keys[x].holder), at = 4 * (y * size + x);
         pixels[at] = rgb[0]; pixels[at + 1] = rgb[1]; pixels[at + 2] = rgb[2];
         pixels[at + 3] = turn >= 0 && turn !== stage ? pale : 255;
@@ -83,6 +85,12 @@ function drawMap(canvas, view, area, colours, stage, pinned) {
   }
   pasted(pen, image);
   drawBorders(pen, view.documents, area, size);
+  const inside = view.documents.of(area.q1 - 1) - view.documents.of(area.q0) + 1;
+  if (inside > size / 4) {
+    pen.fillStyle = variable("--quiet");
+    pen.textAlign = "right";
+    pen.fillText(`${inside} documents: choose one above, or zoom in`, size - 8, 16);
+  }
   if (pinned !== null) {
     pen.strokeStyle = variable("--ink");
     const y = (pinned + 0.5 - area.q0) * size / (area.q1 - area.q0), x = (pinned + 0.5 - area.k0) * scale;

@@ -126,11 +126,18 @@ class View {
     this.spans = shared.spans[this.layout];
     this.matrix = new Messages(stored.matrix, data.ranks);
     this.stages = stored.stages.map(stage => new Stage(stage, stored.unit, data));
-    this.begins = runningSum(this.stages.map(stage => stage.seconds));
-    this.seconds = this.begins[this.stages.length];
+    this.seconds = this.stages.reduce((sum, stage) => sum + stage.seconds, 0);
+    this.pace(false);
   }
 
-  stageAt(seconds) { return Math.max(0, Math.min(lastAtMost(this.begins, seconds), this.stages.length - 1)); }
+  /** Where stages lie on the axis of time: as long as they take, or all equally wide. */
+  pace(equal) {
+    this.widths = this.stages.map(stage => equal ? 1 : stage.seconds);
+    this.begins = runningSum(this.widths);
+    this.length = this.begins[this.stages.length];
+  }
+
+  stageAt(place) { return Math.max(0, Math.min(lastAtMost(this.begins, place), this.stages.length - 1)); }
 
   /** How much of the time ranks compute. */
   get busy() {

@@ -2,6 +2,13 @@
 
 const plan = JSON.parse(document.getElementById("plan").textContent);
 const STRATEGY_NAMES = { groupcast: "group-cast", ring: "ring", allgather: "all-gather", ulysses: "Ulysses", affine: "affine chain (linear attention)" };
+const STRATEGY_WORDS = {
+  groupcast: "Each rank receives only the K/V that its queries see, once, in stages; the next stage travels while this one is computed.",
+  ring: "K/V go round: in every step each rank computes with what has arrived and passes it on to the next rank.",
+  allgather: "Every rank receives all K/V, a few heads at a time; the next heads travel while these are computed.",
+  ulysses: "Tokens are exchanged for heads: every rank computes all pairs for its share of the heads, then outputs go back.",
+  affine: "A fragment of a document maps its incoming state S to M·S + U. M and U travel, then every fragment runs from its true state.",
+};
 const SHOWN_RANKS = 6; // of a list in words
 const LEAST_TOKENS = 8; // of a window
 
@@ -27,6 +34,7 @@ function fromRanks(byRank, say = count) {
   return words + (all.length > shown.length ? `, ${say(rest)} of ${all.length - shown.length} others` : "");
 }
 
+const tokenCount = tokens => `${count(tokens)} ${tokens === 1 ? "token" : "tokens"}`;
 const total = byRank => [...byRank.values()].reduce((a, b) => a + b, 0);
 
 function documentWords(first, last) { return first === last ? `document ${first}` : `documents ${first} to ${last}`; }
@@ -36,10 +44,10 @@ function tokenLine(what, found) {
 }
 
 function needsLine(view, needs, who) {
-  if (view.strategy === "ulysses") return { text: `${who} would need ${count(total(needs))} tokens of K/V of others; with Ulysses every rank gets all tokens for its heads` };
+  if (view.strategy === "ulysses") return { text: `${who} would need K/V of ${tokenCount(total(needs))} of others; with Ulysses every rank gets all tokens for its heads` };
   if (!needs.size) return { text: `${who} receives nothing for it: all K/V are its own` };
   const all = view.strategy === "groupcast" ? "" : "; this strategy brings it all others' too";
-  return { text: `for it ${who} must receive K/V of ${count(total(needs))} tokens: ${fromRanks(needs)}${all}` };
+  return { text: `for it ${who} must receive K/V of ${tokenCount(total(needs))}: ${fromRanks(needs)}${all}` };
 }
 
 /** The fragments of a document in token order: who holds them. */
@@ -61,12 +69,12 @@ function chainLines(view, found) {
 function tokenLines(view, token) {
   const found = view.token(token);
   if (view.strategy === "affine") return [tokenLine("token", found), ...chainLines(view, found)];
-  return [tokenLine("token", found), { text: `its query sees ${count(found.sees)} keys` }, needsLine(view, found.needs, `rank ${found.owner}`)];
+  return [tokenLine("token", found), { text: `its query sees ${count(found.sees)} ${found.sees === 1 ? "key" : "keys"}` }, needsLine(view, found.needs, `rank ${found.owner}`)];
 }
 
 function spanLines(view, place, rank) {
   if (view.spans.owners[place] !== rank) return [{ rank, text: `rank ${rank} holds none of these; they are on rank ${view.spans.owners[place]}` }];
-  const found = view.span(place), lines = [{ rank, text: `span ${range(found.start, found.stop)}: ${count(found.stop - found.start)} tokens on rank ${rank}, ${documentWords(...found.documents)}` }];
+  const found = view.span(place), lines = [{ rank, text: `span ${range(found.start, found.stop)}: ${tokenCount(found.stop - found.start)} on rank ${rank}, ${documentWords(...found.documents)}` }];
   return [...lines, view.strategy === "affine" ? chainLines(view, view.token(found.start))[0] : needsLine(view, found.needs, `rank ${rank}`)];
 }
 
@@ -145,7 +153,7 @@ class Panel {
   constructor(root) {
     this.root = root;
     this.stage = -1;
-    for (const part of ["layout", "strategy", "why", "facts", "stage", "lanes", "ruler", "map", "holds", "inspect", "bars", "numbers", "matrix"]) this[`$${part}`] = root.querySelector(`.${part}`);
+    for (const part of ["layout", "strategy", "why", "facts", "stage", "above", "lanes", "ruler", "map", "holds", "inspect", "bars", "numbers", "matrix"]) this[`$${part}`] = root.querySelector(`.${part}`);
     this.$layout.append(...Object.keys(plan.layouts).map(name => new Option(name, name)));
     this.$strategy.append(...Object.entries(STRATEGY_NAMES).map(([name, words]) => new Option(words, name)));
     for (const select of [this.$layout, this.$strategy]) select.addEventListener("change", () => { this.choose(`${this.$layout.value}/${this.$strategy.value}`); changed(); });
@@ -157,7 +165,9 @@ class Panel {
     [this.$layout.value, this.$strategy.value] = name.split("/");
     this.root.dataset.view = name;
     const { why, details } = this.view.stored;
-    this.$why.textContent = [why, details].filter(Boolean).join("; ");
+    const chosen = name === plan.chosen ? `Your plan: ${why}.` : this.view.strategy === "affine" ? `Counted for ${why}.` : "";
+    this.$why.textContent = [STRATEGY_WORDS[this.view.strategy], details && `${details}.`, chosen].filter(Boolean).join(" ");
+    this.$inspect.replaceChildren(element("p", "Hover or tap a picture to see who holds, computes, receives and sends what is there.", "quiet"));
     fillFacts(this.$facts, this.view);
     fillNumbers(this.$numbers, this.view);
     this.charts = chartsOf(this.view);
@@ -171,12 +181,13 @@ class Panel {
     const pairs = this.view.strategy !== "affine";
     this.$map.hidden = !pairs;
     this.$map.style.display = pairs ? "" : "none";
+    this.$above.textContent = pairs ? "Who computes which pair" : "Documents, and whose tokens they are";
     this.stage = -1;
   }
 
   // What is under the pointer, in words.
   hovers() {
-    this.onHover(this.$lanes, (x, y, width) => { const at = laneAt(this.view, page.seconds, x, y, width); return at && laneLines(this.view, at); });
+    this.onHover(this.$lanes, (x, y, width) => { const at = laneAt(this.view, page.length, x, y, width); return at && laneLines(this.view, at); });
     this.onHover(this.$map, (x, y, width) => pairLines(this.view, tokensOfPixel(Math.floor(y), Math.floor(width), page.area.q0, page.area.q1), tokensOfPixel(Math.floor(x), Math.floor(width), page.area.k0, page.area.k1)));
     this.onHover(this.$ruler, (x, y, width) => tokenLines(this.view, Math.min(plan.total - 1, tokensOfPixel(Math.floor(x), Math.floor(width), page.area.k0, page.area.k1)[0])));
     this.onHover(this.$holds, (x, y, width) => {
@@ -238,8 +249,8 @@ class Panel {
   }
 
   drawTime(now, started) {
-    drawLanes(this.$lanes, this.view, page.seconds, now);
-    const over = now >= this.view.seconds, stage = this.view.stageAt(now), current = this.view.stages[stage];
+    drawLanes(this.$lanes, this.view, page.length, now);
+    const over = now >= this.view.length, stage = this.view.stageAt(now), current = this.view.stages[stage];
     this.$stage.textContent = !started ? `${this.view.stages.length} stages; press play` : over ? "done" : `stage ${stage} of ${this.view.stages.length}: ${current.name}`;
     const marked = started && !over && this.view.stored.turn ? stage : -1;
     if (marked === this.stage) return;
@@ -286,10 +297,11 @@ function zoomAtPin(factor) {
 }
 
 function showTime() {
-  const { clock } = page, now = clock.at * page.seconds;
+  const { clock } = page, now = clock.at * page.length;
   for (const panel of page.panels) panel.drawTime(now, clock.at > 0 || clock.playing);
   find("time").value = Math.round(1000 * clock.at);
-  find("clock").textContent = `${(1e3 * now).toFixed(3)} of ${(1e3 * page.seconds).toFixed(3)} ms`;
+  const equal = find("pace").value === "equal", say = at => equal ? at.toFixed(2) : (1e3 * at).toFixed(3);
+  find("clock").textContent = `${say(now)} of ${say(page.length)} ${equal ? "stages" : "ms"}`;
   find("play").textContent = clock.playing ? "❚❚ pause" : "▶ play";
   find("play").setAttribute("aria-pressed", String(clock.playing));
 }
@@ -297,15 +309,16 @@ function showTime() {
 /** To the next border of a stage, of either panel, in one direction. */
 function step(way) {
   page.clock.stop();
-  const now = page.clock.at * page.seconds, near = page.seconds * 1e-6;
+  const now = page.clock.at * page.length, near = page.length * 1e-6;
   const borders = page.panels.flatMap(panel => [...panel.view.begins]).filter(at => way > 0 ? at > now + near : at < now - near);
-  const to = borders.length ? (way > 0 ? Math.min(...borders) : Math.max(...borders)) : way > 0 ? page.seconds : 0;
-  page.clock.move(page.seconds ? to / page.seconds + 1e-9 : 0);
+  const to = borders.length ? (way > 0 ? Math.min(...borders) : Math.max(...borders)) : way > 0 ? page.length : 0;
+  page.clock.move(page.length ? to / page.length + 1e-9 : 0);
 }
 
 /** Other views are shown: everything is drawn anew. */
 function changed() {
-  page.seconds = Math.max(...page.panels.map(panel => panel.view.seconds)) || 1e-9;
+  for (const panel of page.panels) panel.view.pace(find("pace").value === "equal");
+  page.length = Math.max(...page.panels.map(panel => panel.view.length)) || 1e-9;
   const names = page.panels.map(panel => panel.view.name);
   for (const [i, button] of [...find("examples").children].entries()) button.setAttribute("aria-pressed", String(plan.examples[i].left === names[0] && plan.examples[i].right === names[1]));
   for (const panel of page.panels) { panel.drawTokens(); panel.drawRest(); }
@@ -343,6 +356,12 @@ function start() {
   find("forth").addEventListener("click", () => step(1));
   find("time").addEventListener("input", event => { page.clock.stop(); page.clock.move(Number(event.target.value) / 1000); });
   find("speed").addEventListener("change", event => { page.clock.speed = Number(event.target.value); });
+  find("pace").addEventListener("change", () => { page.clock.stop(); page.clock.at = 0; changed(); });
+  find("stretch").addEventListener("change", event => { for (const panel of page.panels) panel.$lanes.style.width = `${100 * event.target.value}%`; changed(); });
+  find("longest").addEventListener("click", () => {
+    find("document").value = plan.lengths.indexOf(most(plan.lengths));
+    find("document").dispatchEvent(new Event("input"));
+  });
   find("zoom-in").addEventListener("click", () => zoomAtPin(0.5));
   find("zoom-out").addEventListener("click", () => zoomAtPin(2));
   find("zoom-all").addEventListener("click", () => { find("document").value = ""; setArea(whole()); });
