@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,48 +50,18 @@ def plan(
 ) -> None:
     """Who holds and computes what for a pack of documents, what it sends, and why. Needs no ranks."""
     from longweave.errors import LongweaveError
-    from longweave.tools.draw import draw_layout
-    from longweave.tools.planning import PlanRequest
-    from longweave.tools.planning.lengths import parse_lengths, read_lengths
+    from longweave.tools.planning import PlanRequest, command
 
-    for word in lengths or []:
-        if word.startswith("--"):
-            raise typer.BadParameter(f"there is no option {word}; see longweave plan --help")
-    if not lengths and lengths_file is None:
-        raise typer.BadParameter("Missing argument 'LENGTHS...': give document lengths, or a --lengths-file")
-    if lengths and lengths_file is not None:
-        raise typer.BadParameter("lengths and a --lengths-file were given; give one of them")
+    shape = Shape(heads, kv_heads, head_dim)
     try:
-        found = parse_lengths(lengths) if lengths else read_lengths(lengths_file)
-        shape = Shape(heads, kv_heads, head_dim)
-        asked = PlanRequest(tuple(found), ranks, mask, window, layout, strategy, shape, node_size)
-        made = asked.plan
-        typer.echo(draw_layout(made.layout, made.mask.cu_seqlens, width=80))
-        typer.echo(f"\n{made.report()}")
-        if asked.node_size is not None:
-            typer.echo(asked.across_nodes())
-        if picture:
-            from longweave.tools.planning.picture import draw_plan
-
-            _write("--picture", picture, lambda: draw_plan(made, picture, node_size))
-        if html:
-            from longweave.tools.planning.page import make_page
-
-            with console.status("planning every layout and strategy") as status:
-                text = make_page(asked, lambda what: status.update(f"planning {what}"))
-            _write("--html", html, lambda: html.write_text(text, encoding="utf-8"))
+        given = command.given_lengths(lengths, lengths_file)
+        asked = PlanRequest(given, ranks, mask, window, layout, strategy, shape, node_size)
+        with Console(stderr=True).status("planning") as status:
+            for text in command.outputs(asked, picture, html, lambda what: status.update(f"planning {what}")):
+                typer.echo(text)
     except LongweaveError as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
-
-
-def _write(option: str, path: Path, write: Callable[[], object]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write()
-    except OSError as error:
-        raise typer.BadParameter(f"{option} {path} cannot be written: {error.strerror}") from error
-    typer.echo(f"wrote {path}")
 
 
 @app.command("train")

@@ -99,10 +99,9 @@ def _draw_bars(axes: list[Any], report: Report, colours: Any) -> None:
     work.set_title("pairs computed by each rank (dashed: the bound of any layout)", fontsize=9)
     tokens.bar(ranks, [rank.tokens for rank in report.ranks], color=colours)
     tokens.set_title("tokens held", fontsize=9)
-    traffic.bar(ranks - 0.2, [rank.bytes_received / 1e6 for rank in report.ranks], 0.4, color="tab:orange", label="received")
-    traffic.bar(ranks + 0.2, [rank.bytes_sent / 1e6 for rank in report.ranks], 0.4, color="tab:green", label="sent")
-    traffic.set_title("MB received and sent", fontsize=9)
-    traffic.legend(fontsize=7, ncols=2, loc="lower right")
+    traffic.bar(ranks - 0.2, [rank.bytes_received / 1e6 for rank in report.ranks], 0.4, color="tab:orange")
+    traffic.bar(ranks + 0.2, [rank.bytes_sent / 1e6 for rank in report.ranks], 0.4, color="tab:green")
+    traffic.set_title("MB received (left, orange) and sent (right, green)", fontsize=9)
     shown = _some(len(ranks))
     for each in axes:
         each.set_xticks(shown, [str(rank) for rank in shown], fontsize=8)
@@ -117,8 +116,9 @@ def _draw_matrix(figure: Any, axes: Any, matrix: Ints, node_size: int | None) ->
     for edge in range(node_size or world, world, node_size or world):
         axes.axvline(edge - 0.5, color="0.2", linewidth=0.8)
         axes.axhline(edge - 0.5, color="0.2", linewidth=0.8)
-    axes.set_xticks(shown, [str(rank) for rank in shown], fontsize=8)
-    axes.set_yticks(shown, [str(rank) for rank in shown], fontsize=8)
+    names, size = [str(rank) for rank in shown], 8 if len(shown) < 17 else 6
+    axes.set_xticks(shown, names, fontsize=size, rotation=0 if len(shown) < 17 else 90)
+    axes.set_yticks(shown, names, fontsize=size)
     axes.set_xlabel("to rank")
     axes.set_ylabel("from rank")
     axes.set_title("who sends to whom", fontsize=9)

@@ -187,7 +187,7 @@ class Panel {
 
   // What is under the pointer, in words.
   hovers() {
-    this.onHover(this.$lanes, (x, y, width) => { const at = laneAt(this.view, page.length, x, y, width); return at && laneLines(this.view, at); });
+    this.onHover(this.$lanes, (x, y, width) => { const at = laneAt(this.view, axisOf(this), x, y, width); return at && laneLines(this.view, at); });
     this.onHover(this.$map, (x, y, width) => pairLines(this.view, tokensOfPixel(Math.floor(y), Math.floor(width), page.area.q0, page.area.q1), tokensOfPixel(Math.floor(x), Math.floor(width), page.area.k0, page.area.k1)));
     this.onHover(this.$ruler, (x, y, width) => tokenLines(this.view, Math.min(plan.total - 1, tokensOfPixel(Math.floor(x), Math.floor(width), page.area.k0, page.area.k1)[0])));
     this.onHover(this.$holds, (x, y, width) => {
@@ -249,7 +249,7 @@ class Panel {
   }
 
   drawTime(now, started) {
-    drawLanes(this.$lanes, this.view, page.length, now);
+    drawLanes(this.$lanes, this.view, axisOf(this), now);
     const over = now >= this.view.length, stage = this.view.stageAt(now), current = this.view.stages[stage];
     this.$stage.textContent = !started ? `${this.view.stages.length} stages; press play` : over ? "done" : `stage ${stage} of ${this.view.stages.length}: ${current.name}`;
     const marked = started && !over && this.view.stored.turn ? stage : -1;
@@ -296,12 +296,16 @@ function zoomAtPin(factor) {
   else zoom(factor, (at - k0) / (k1 - k0), (at - q0) / (q1 - q0));
 }
 
+const equalPace = () => find("pace").value === "equal";
+
+/** Seconds, or stages, from left to right: the panels share their seconds, but not the number of their stages. */
+const axisOf = panel => equalPace() ? panel.view.length : page.length;
+
 function showTime() {
   const { clock } = page, now = clock.at * page.length;
-  for (const panel of page.panels) panel.drawTime(now, clock.at > 0 || clock.playing);
+  for (const panel of page.panels) panel.drawTime(clock.at * axisOf(panel), clock.at > 0 || clock.playing);
   find("time").value = Math.round(1000 * clock.at);
-  const equal = find("pace").value === "equal", say = at => equal ? at.toFixed(2) : (1e3 * at).toFixed(3);
-  find("clock").textContent = `${say(now)} of ${say(page.length)} ${equal ? "stages" : "ms"}`;
+  find("clock").textContent = equalPace() ? `${(100 * clock.at).toFixed(1)} % of the stages` : `${(1e3 * now).toFixed(3)} of ${(1e3 * page.length).toFixed(3)} ms`;
   find("play").textContent = clock.playing ? "❚❚ pause" : "▶ play";
   find("play").setAttribute("aria-pressed", String(clock.playing));
 }
@@ -309,15 +313,14 @@ function showTime() {
 /** To the next border of a stage, of either panel, in one direction. */
 function step(way) {
   page.clock.stop();
-  const now = page.clock.at * page.length, near = page.length * 1e-6;
-  const borders = page.panels.flatMap(panel => [...panel.view.begins]).filter(at => way > 0 ? at > now + near : at < now - near);
-  const to = borders.length ? (way > 0 ? Math.min(...borders) : Math.max(...borders)) : way > 0 ? page.length : 0;
-  page.clock.move(page.length ? to / page.length + 1e-9 : 0);
+  const now = page.clock.at, near = 1e-6;
+  const borders = page.panels.flatMap(panel => [...panel.view.begins].map(at => at / axisOf(panel))).filter(at => way > 0 ? at > now + near : at < now - near);
+  page.clock.move((borders.length ? (way > 0 ? Math.min(...borders) : Math.max(...borders)) : way > 0 ? 1 : 0) + 1e-9);
 }
 
 /** Other views are shown: everything is drawn anew. */
 function changed() {
-  for (const panel of page.panels) panel.view.pace(find("pace").value === "equal");
+  for (const panel of page.panels) panel.view.pace(equalPace());
   page.length = Math.max(...page.panels.map(panel => panel.view.length)) || 1e-9;
   const names = page.panels.map(panel => panel.view.name);
   for (const [i, button] of [...find("examples").children].entries()) button.setAttribute("aria-pressed", String(plan.examples[i].left === names[0] && plan.examples[i].right === names[1]));
