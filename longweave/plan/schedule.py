@@ -343,7 +343,7 @@ def _kv_bytes(plan: Plan) -> list[tuple[int, int]]:
 
 
 def head_messages(plan: Plan) -> tuple[Ints, Ints]:
-    """Bytes of q, k, v one way and of the output the other way among ranks that exchange heads: (from rank, to rank)."""
+    """Bytes of q, k, v one way and of the output the other, among ranks that exchange heads: (from rank, to rank)."""
     shape, size, world = plan.shape, plan.ulysses_size, plan.world_size
     split, counts = split_heads(shape.heads, shape.kv_heads, size), np.array(plan.layout.counts, dtype=np.int64)
     q_heads, k_heads = (np.array([stop - start for start, stop in heads]) for heads in (split.q, split.k))

@@ -55,7 +55,12 @@ def test_numbers_are_those_of_the_report(pages: dict[str, Path], chromium: brows
     views = chromium.run("return [...document.querySelectorAll('.panel')].map(p => p.dataset.view)")
     assert views == ["contiguous/ring", "zigzag/ring"]  # the first example
     chromium.run("for (const d of document.querySelectorAll('details')) d.open = true")
-    for layout, strategy in (("contiguous", "ring"), ("balanced", "groupcast"), ("zigzag", "ulysses"), ("balanced", "allgather")):
+    for layout, strategy in (
+        ("contiguous", "ring"),
+        ("balanced", "groupcast"),
+        ("zigzag", "ulysses"),
+        ("balanced", "allgather"),
+    ):
         choose(chromium, 1, layout, strategy)
         report = REQUEST.make_plan(REQUEST.make_layout(layout), strategy).report()
         facts = chromium.texts(".facts")[1]
@@ -64,7 +69,8 @@ def test_numbers_are_those_of_the_report(pages: dict[str, Path], chromium: brows
         assert f"{report.bytes_received / 1e6:.2f} MB" in facts
         assert f"bound {report.load_bound:,}" in facts
         rows = chromium.run(
-            "return [...document.querySelectorAll('.numbers')[1].rows].slice(1).map(r => [...r.cells].map(c => c.innerText))"
+            "const rows = [...document.querySelectorAll('.numbers')[1].rows].slice(1);"
+            "return rows.map(r => [...r.cells].map(c => c.innerText))"
         )
         assert [[ints(cell)[0] for cell in row] for row in rows] == [
             [r.rank, r.tokens, r.area, r.tokens_received, r.tokens_sent, r.bytes_received, r.bytes_sent, r.kernel_tasks]
@@ -81,12 +87,15 @@ def test_tokens_are_explained_as_the_schedule_has_them(pages: dict[str, Path], c
         dense, owners = REQUEST.mask.dense(), np.asarray(layout.owner(np.arange(layout.total)))
         said = chromium.run(
             "const v = new View(arguments[0], plan, shared);"
-            "return [Array.from({length: plan.total}, (_, t) => { const f = v.token(t); return [f.owner, f.document, f.sees, [...f.needs]]; }),"
+            "const token = (_, t) => { const f = v.token(t); return [f.owner, f.document, f.sees, [...f.needs]]; };"
+            "return [Array.from({length: plan.total}, token),"
             " v.spans.owners.map((_, i) => { const f = v.span(i); return [f.start, f.stop, f.owner, [...f.needs]]; })]",
             f"{name}/groupcast",
         )
 
-        def needs(start: int, stop: int, owner: int, seen: np.ndarray = dense, held: np.ndarray = owners) -> list[list[int]]:
+        def needs(
+            start: int, stop: int, owner: int, seen: np.ndarray = dense, held: np.ndarray = owners
+        ) -> list[list[int]]:
             ranks, counts = np.unique(held[seen[start:stop].any(axis=0)], return_counts=True)
             return [[int(rank), int(count)] for rank, count in zip(ranks, counts, strict=True) if rank != owner]
 
@@ -161,7 +170,8 @@ def test_the_pictures_show_ranks(pages: dict[str, Path], chromium: browser.Brows
     for q, k in ((100, 20), (300, 100), (20, 300), (500, 450), (700, 600), (600, 100)):
         red, green, blue, alpha = chromium.run(
             "const c = document.querySelector('.map'), s = c.width / arguments[2], pen = c.getContext('2d');"
-            "return [...pen.getImageData(Math.floor((arguments[1] + .5) * s), Math.floor((arguments[0] + .5) * s), 1, 1).data]",
+            "const [y, x] = [arguments[0], arguments[1]].map(token => Math.floor((token + .5) * s));"
+            "return [...pen.getImageData(x, y, 1, 1).data]",
             q,
             k,
             total,

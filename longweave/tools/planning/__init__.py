@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from longweave.errors import InputError, shown
@@ -25,7 +25,7 @@ class PlanRequest:
     window: int | None = None
     layout: str = "auto"
     strategy: str = "auto"
-    shape: Shape = Shape()
+    shape: Shape = field(default_factory=Shape)
     node_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +78,8 @@ class PlanRequest:
         matrix = exchange_matrix(plan_stages(self.plan))
         node = [rank // self.node_size for rank in range(self.ranks)]
         total = int(matrix.sum())
-        across = total - sum(int(matrix[i, j]) for i in range(self.ranks) for j in range(self.ranks) if node[i] == node[j])
+        across = total - sum(
+            int(matrix[i, j]) for i in range(self.ranks) for j in range(self.ranks) if node[i] == node[j]
+        )
         share = f", {100 * across / total:.1f} % of all" if total else ""
         return f"{across / 1e6:.2f} MB of it between nodes of {self.node_size} ranks{share}"

@@ -25,7 +25,9 @@ def given_lengths(words: Sequence[str] | None, path: Path | None) -> tuple[int, 
     return tuple(parse_lengths(words))
 
 
-def outputs(request: PlanRequest, picture: Path | None, html: Path | None, tell: Callable[[str], None]) -> Iterator[str]:
+def outputs(
+    request: PlanRequest, picture: Path | None, html: Path | None, tell: Callable[[str], None]
+) -> Iterator[str]:
     """What to print, as it comes; files are written on the way."""
     plan = request.plan
     yield draw_layout(plan.layout, plan.mask.cu_seqlens, width=80)

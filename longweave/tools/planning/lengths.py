@@ -80,7 +80,9 @@ def _from_json(path: Path) -> list[int]:
     found = json.loads(_text(path))
     if isinstance(found, dict):
         if "lengths" not in found:
-            raise InputError(f'it holds an object with {shown(sorted(found))}; give a list, or an object with "lengths"')
+            raise InputError(
+                f'it holds an object with {shown(sorted(found))}; give a list, or an object with "lengths"'
+            )
         found = found["lengths"]
     if not isinstance(found, list):
         raise InputError(f'it holds {shown(found)}; give a list of ints, or an object with "lengths"')
