@@ -57,7 +57,7 @@ function factsOf(view) {
   if (perRank.tokensReceived) facts.push(["most received", `${count(most(perRank.tokensReceived))} tokens`, `bound ${count(stored.receiveBound)}`]);
   const gathered = stored.bytesIfGathered ? `${(100 * stored.bytesReceived / stored.bytesIfGathered).toFixed(1)} % of gathering or a ring` : "";
   facts.push(["received in all", megabytes(stored.bytesReceived), gathered]);
-  facts.push(["modelled time", `${(1e3 * view.seconds).toPrecision(3)} ms`, `ranks compute ${(100 * view.busy).toFixed(0)} % of it`]);
+  facts.push(["drawn in lock step", `${(1e3 * view.seconds).toPrecision(3)} ms`, `ranks compute ${(100 * view.busy).toFixed(0)} % of it`]);
   return facts;
 }
 
