@@ -32,47 +32,36 @@ def main() -> None:
         end_on_sigterm()
 
 
-@app.command("plan")
+@app.command("plan", context_settings={"ignore_unknown_options": True})  # -5 is a wrong length, not an option
 def plan(
-    lengths: list[int] = typer.Argument(..., help="Document lengths, such as 137 2041 89."),  # noqa: B008
+    lengths: list[str] = typer.Argument(None, help="Document lengths, such as 137 2041 89."),  # noqa: B008
+    lengths_file: Path = typer.Option(None, help="Read them from a .txt, .json, .csv or .npy file."),  # noqa: B008
     ranks: int = 4,
+    mask: str = typer.Option("causal", help="causal, full, or shared-prefix (the first document is a prompt)."),
+    window: int = typer.Option(None, help="Tokens that a token sees, itself included; all by default."),
     layout: str = typer.Option("auto", help="auto, balanced, zigzag or contiguous."),
     strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
     heads: int = Shape.heads,
     kv_heads: int = Shape.kv_heads,
     head_dim: int = Shape.head_dim,
-    png: Path = typer.Option(None, help="Also draw who computes which pair."),  # noqa: B008
+    node_size: int = typer.Option(None, help="Ranks in a node: the balanced layout keeps traffic inside where it can."),
+    picture: Path = typer.Option(None, "--picture", "--png", help="Also draw it to this file, such as p.png."),  # noqa: B008
+    html: Path = typer.Option(None, help="Also write a page to explore it, with other layouts and strategies."),  # noqa: B008
 ) -> None:
     """Who holds and computes what for a pack of documents, what it sends, and why. Needs no ranks."""
-    from itertools import accumulate
-
     from longweave.errors import LongweaveError
-    from longweave.plan import Layout, Mask, make_plan
-    from longweave.tools.draw import draw_layout, plot_plan
+    from longweave.tools.planning import PlanRequest, command
 
-    cu_seqlens = [0, *accumulate(lengths)]
+    shape = Shape(heads, kv_heads, head_dim)
     try:
-        mask = Mask.causal(cu_seqlens)
-        makers = {
-            "auto": lambda: Layout.zigzag(cu_seqlens, ranks) if len(lengths) == 1 else Layout.balanced(mask, ranks),
-            "balanced": lambda: Layout.balanced(mask, ranks),
-            "zigzag": lambda: Layout.zigzag(cu_seqlens, ranks),
-            "contiguous": lambda: Layout.contiguous(cu_seqlens[-1], ranks),
-        }
-        if layout not in makers:
-            raise typer.BadParameter(f"layout is {layout!r}; choose one of {', '.join(makers)}")
-        made = make_plan(mask, makers[layout](), strategy, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        given = command.given_lengths(lengths, lengths_file)
+        asked = PlanRequest(given, ranks, mask, window, layout, strategy, shape, node_size)
+        with Console(stderr=True).status("planning") as status:
+            for text in command.outputs(asked, picture, html, lambda what: status.update(f"planning {what}")):
+                typer.echo(text)
     except LongweaveError as error:
-        console.print(f"[red]{error}[/red]")
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
-    typer.echo(draw_layout(made.layout, cu_seqlens, width=80))
-    typer.echo(f"\n{made.report()}")
-    if png:
-        try:
-            plot_plan(mask, made.layout, png)
-        except OSError as error:
-            raise typer.BadParameter(f"--png {png} cannot be written: {error.strerror}") from error
-        typer.echo(f"wrote {png}")
 
 
 @app.command("train")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
+import numpy as np
+
 from longweave.errors import InputError, did_you_mean, shown
 from longweave.plan.cost import (
     MOST_SIZE,
@@ -25,7 +27,7 @@ from longweave.plan.cost import (
 from longweave.plan.heads import head_groups, split_heads
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
-from longweave.plan.ranges import check_int
+from longweave.plan.ranges import Ints, check_int
 from longweave.plan.tasks import GroupCast, tasks_by_source, tasks_on_all
 
 # Every strategy, with the options that it takes.
@@ -274,11 +276,12 @@ class Report:
 
 
 def _report(plan: Plan) -> Report:
-    work, tasks = _areas(plan), _task_counts(plan)
+    work, tasks = computed_areas(plan), _task_counts(plan)
     shape = plan.shape
+    there, back = head_messages(plan)
+    of_heads = there + back
     rows = []
     for rank, (received, sent) in enumerate(_kv_bytes(plan)):
-        extra_in, extra_out = _head_exchange_bytes(plan, rank) if plan.ulysses_size > 1 else (0, 0)
         rows.append(
             RankReport(
                 rank,
@@ -286,8 +289,8 @@ def _report(plan: Plan) -> Report:
                 work[rank],
                 received // shape.kv_bytes,
                 sent // shape.kv_bytes,
-                received + extra_in,
-                sent + extra_out,
+                received + int(of_heads[:, rank].sum()),
+                sent + int(of_heads[rank].sum()),
                 tasks[rank],
             )
         )
@@ -305,7 +308,7 @@ def _report(plan: Plan) -> Report:
     )
 
 
-def _areas(plan: Plan) -> list[int]:
+def computed_areas(plan: Plan) -> list[int]:
     """Allowed pairs that each rank computes, in units of all heads."""
     own: list[int] = areas(plan.mask, plan.layout).tolist()
     size = plan.ulysses_size
@@ -339,27 +342,16 @@ def _kv_bytes(plan: Plan) -> list[tuple[int, int]]:
     ]
 
 
-def _head_exchange_bytes(plan: Plan, rank: int) -> tuple[int, int]:
-    """Bytes (received, sent) of q, k, v one way and of the output the other way, among ranks that exchange heads."""
-    shape, size = plan.shape, plan.ulysses_size
-    split = split_heads(shape.heads, shape.kv_heads, size)
-    first, me = rank - rank % size, rank % size
-
-    def there(i: int) -> int:
-        (q0, q1), (k0, k1) = split.q[i], split.k[i]
-        return ((q1 - q0) * shape.head_dim + (k1 - k0) * (shape.head_dim + shape.value_dim)) * shape.itemsize
-
-    def back(i: int) -> int:
-        return (split.q[i][1] - split.q[i][0]) * shape.value_dim * shape.itemsize
-
-    mine = plan.layout.counts[rank]
-    received = sent = 0
-    for peer in range(size):
-        if peer != me:
-            theirs = plan.layout.counts[first + peer]
-            sent += mine * there(peer) + theirs * back(me)
-            received += theirs * there(me) + mine * back(peer)
-    return received, sent
+def head_messages(plan: Plan) -> tuple[Ints, Ints]:
+    """Bytes of q, k, v one way and of the output the other, among ranks that exchange heads: (from rank, to rank)."""
+    shape, size, world = plan.shape, plan.ulysses_size, plan.world_size
+    split, counts = split_heads(shape.heads, shape.kv_heads, size), np.array(plan.layout.counts, dtype=np.int64)
+    q_heads, k_heads = (np.array([stop - start for start, stop in heads]) for heads in (split.q, split.k))
+    there = (q_heads * shape.head_dim + k_heads * (shape.head_dim + shape.value_dim)) * shape.itemsize
+    back = q_heads * shape.value_dim * shape.itemsize
+    block, inner = np.divmod(np.arange(world), size)
+    meets = (block[:, None] == block) & (inner[:, None] != inner)
+    return counts[:, None] * there[inner] * meets, back[inner][:, None] * counts * meets
 
 
 def _task_counts(plan: Plan) -> list[int]:

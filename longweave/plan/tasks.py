@@ -138,6 +138,14 @@ class GroupCast:
         stages = zip(self._due, arriving, on_stages, strict=True)
         return CastSchedule(own, tuple(self._stage(due, mine, on_stage, rank) for due, mine, on_stage in stages))
 
+    def stage_starts(self, rank: int) -> tuple[int, ...]:
+        """The first token that each stage brings to a rank; where a stage brings none, that of the next one, or -1."""
+        starts: list[int] = []
+        for due in reversed(self._due):
+            mine = due.starts[due.receivers == rank]
+            starts.append(int(mine[0]) if len(mine) else starts[-1] if starts else -1)
+        return tuple(reversed(starts))
+
     @cached_property
     def _due(self) -> tuple[_Runs, ...]:
         """What arrives anywhere in each stage that is needed."""

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import longweave as lw
-from longweave.tools.draw import draw_layout, plot_plan
+from longweave.tools.draw import draw_layout
+from longweave.tools.planning.picture import draw_plan
 from longweave.tools.signals import end_on_sigterm
 from longweave.tools.train.failures import TrainingError
 from longweave.tools.train.loop import TrainConfig
@@ -29,7 +30,8 @@ def main(steps: int = 30, tokens: int = 2048) -> None:
     print(f"A byte-level Qwen3.5-style model, packs of {tokens} tokens of Python's standard library.")
     print(f"The first pack has {len(drawn.cu_seqlens) - 1} documents; who holds what:\n")
     print(draw_layout(layout, drawn.cu_seqlens, width=80), "\n")
-    print(lw.make_plan(mask, layout, config.strategy, heads=4, kv_heads=2, head_dim=16, itemsize=4).report(), "\n")
+    plan = lw.make_plan(mask, layout, config.strategy, heads=4, kv_heads=2, head_dim=16, itemsize=4)
+    print(plan.report(), "\n")
     print("two ranks, the sequence split between them:")
     two = run_local(config, 2, threads=1)
     print("one process, the whole sequence:")
@@ -45,7 +47,7 @@ def main(steps: int = 30, tokens: int = 2048) -> None:
     print(f"work of the busiest rank over the mean, worst step: {max(m.imbalance for m in two):.3f}")
     print(f"K/V sent per softmax layer: {100 * received / gathered:.1f} % of what gathering sends")
     plot_losses({"two ranks": two, "one process": one}, OUT / "loss.png")
-    plot_plan(mask, layout, OUT / "plan.png")
+    draw_plan(plan, OUT / "plan.png")
     print(f"wrote {OUT / 'loss.png'} and {OUT / 'plan.png'} after {time.perf_counter() - begin:.0f} s")
     if worst > TOLERANCE:
         raise SystemExit(f"the losses differ by {worst:.1e}, more than {TOLERANCE:.0e}")

@@ -1,0 +1,242 @@
+"""`longweave plan` without a browser: lengths, requests, the picture, and the data of the page."""
+
+import json
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import longweave as lw
+from longweave.cli import app
+from longweave.plan.stages import exchange_matrix, plan_stages
+from longweave.tools.planning import NAMED_LAYOUTS, PlanRequest
+from longweave.tools.planning.lengths import parse_lengths, read_lengths
+from longweave.tools.planning.page import AFFINE, SCRIPTS, STRATEGIES, as_script_data, make_page, page_data
+from longweave.tools.planning.picture import owner_of_pairs
+
+LENGTHS = (41, 0, 137, 9)
+GOOD = {
+    "a.txt": "41 0\n137, 9  # the last one\n",
+    "spaces.TXT": "\ufeff41\t0 137\r\n9",
+    "a.json": "[41, 0, 137, 9]",
+    "object.json": '{"name": "x", "lengths": [41, 0, 137, 9]}',
+    "a.csv": "41\n0\n137\n9\n",
+    "named.csv": "id,tokens,text\n1,41,a\n2,0,b\n\n3,137,\n4, 9 ,c\n",
+    "one.csv": "anything\n41\n0\n137\n9\n",
+}
+BAD = {
+    "word.txt": ("41 x", "length 1 is 'x', which is not a valid integer"),
+    "float.txt": ("41 2.5", "length 1 is '2.5'"),
+    "minus.txt": ("41 -2", "length 1 is -2; lengths are 0 or more"),
+    "empty.txt": ("# nothing", "lengths has shape (0,)"),
+    "long.txt": ("9" * 5000, "length 0 is"),
+    "float.json": ("[1, 2.5]", "lengths holds floats, not ints"),
+    "bool.json": ("[1, true]", "lengths holds bools, not ints"),
+    "nested.json": ("[[1, 2]]", "lengths has shape (1, 2)"),
+    "other.json": ('{"cu": [1]}', "give a list"),
+    "text.json": ('"5"', "give a list of ints"),
+    "broken.json": ("[1, ", "is not a json file of ints"),
+    "deep.json": ("[" * 100_000, "is not a json file of ints"),
+    "huge.json": ("[" + "9" * 5000 + "]", "is not a json file of ints"),
+    "two.csv": ("a,b\n1,2\n", "name one of them length"),
+    "short.csv": ("id,length\n1\n", "row 0 has 1 cells"),
+    "empty.csv": ("", "no rows"),
+    "binary.txt": (b"\xff\xfe\x00", "is not a txt file of ints"),
+    "not.npy": ("hello", "is not a npy file of ints"),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_lengths_are_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(GOOD[name])
+    assert tuple(read_lengths(tmp_path / name)) == LENGTHS
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8"])
+def test_lengths_are_read_from_numpy(dtype: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array(LENGTHS, dtype=dtype))
+    assert tuple(read_lengths(tmp_path / "a.npy")) == LENGTHS
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_named(name: str, tmp_path: Path) -> None:
+    text, message = BAD[name]
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(lw.LongweaveError) as error:
+        read_lengths(tmp_path / name)
+    assert message in str(error.value)
+    assert name in str(error.value)
+
+
+class Trap:
+    """Unpickling one would make a folder."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        import os
+
+        return os.mkdir, ("trapped",)
+
+
+@pytest.mark.parametrize("array", [np.array([Trap()], dtype=object), np.array([1.5, 2.0]), np.array([[1, 2]])])
+def test_numpy_files_execute_nothing(array: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("a.npy", array, allow_pickle=True)
+    with pytest.raises(lw.LongweaveError, match=r"a\.npy"):
+        read_lengths(Path("a.npy"))
+    assert not Path("trapped").exists()
+
+
+def test_typed_lengths() -> None:
+    assert parse_lengths(["7", "+3", "0"]) == [7, 3, 0]
+    for words, message in ((["7", "-3"], "length 1 is -3"), (["1_0"], "'1_0'"), (["٣"], "not a valid integer")):
+        with pytest.raises(lw.LongweaveError, match=message):
+            parse_lengths(words)
+
+
+def test_masks_and_windows_reach_the_plan() -> None:
+    windowed = PlanRequest(LENGTHS, 2, window=5)
+    assert windowed.mask == lw.Mask.sliding_window([0, 41, 41, 178, 187], 5)
+    assert PlanRequest(LENGTHS, 2, "full").mask == lw.Mask.full([0, 41, 41, 178, 187])
+    assert PlanRequest(LENGTHS, 2, "shared-prefix").mask == lw.Mask.shared_prefix(41, [0, 137, 9])
+    assert PlanRequest((0, 64), 2).layout_name == "zigzag"  # one document, as in a pack
+    assert PlanRequest(LENGTHS, 2).layout_name == "balanced"
+
+
+def test_the_command_says_the_same_of_lengths_and_files(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(LENGTHS))
+    more = ["--ranks", "3", "--window", "30", "--node-size", "2", "--strategy", "groupcast"]
+    typed = CliRunner().invoke(app, ["plan", *map(str, LENGTHS), *more])
+    read = CliRunner().invoke(app, ["plan", "--lengths-file", str(tmp_path / "a.json"), *more])
+    assert typed.exit_code == 0, typed.output
+    assert typed.output == read.output
+    asked = PlanRequest(LENGTHS, 3, window=30, strategy="groupcast", node_size=2)
+    assert str(asked.plan.report()) in typed.output
+    assert "between nodes of 2 ranks" in typed.output
+
+
+def test_traffic_between_nodes() -> None:
+    """A ring of 4 ranks in nodes of 2: two of its four links lie between nodes."""
+    asked = PlanRequest((64,), 4, strategy="ring", node_size=2)
+    assert asked.across_nodes().endswith("50.0 % of all")
+    assert PlanRequest((64,), 4, strategy="ring", node_size=4).across_nodes().startswith("0.00 MB")
+
+
+def test_owners_of_pairs_are_those_of_the_dense_mask() -> None:
+    request = PlanRequest((20, 13), 3)
+    dense, layout = request.mask.dense(), request.plan.layout
+    owners = np.asarray(layout.owner(np.arange(33)))[:, None]
+    assert (owner_of_pairs(request.mask, layout, 33) == np.where(dense, owners, -1)).all()
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (0,), tuple(range(200))])
+def test_pictures_are_written(lengths: tuple[int, ...], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", *map(str, lengths), "--picture", str(tmp_path / "deep" / "p.png")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "deep" / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+REPORTED = {
+    "tokens": "tokens",
+    "work": "area",
+    "tokensReceived": "tokens_received",
+    "tokensSent": "tokens_sent",
+    "bytesReceived": "bytes_received",
+    "bytesSent": "bytes_sent",
+    "tasks": "kernel_tasks",
+}
+
+
+# -- the page ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "shared-prefix"])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_the_page_has_every_report(mask: str, ranks: int) -> None:
+    request = PlanRequest(LENGTHS, ranks, mask)
+    data = json.loads(json.dumps(page_data(request)))
+    assert set(data["views"]) == {f"{layout}/{way}" for layout in NAMED_LAYOUTS for way in (*STRATEGIES, AFFINE)}
+    assert (data["examples"][0]["left"], data["examples"][0]["right"]) == ("contiguous/ring", "zigzag/ring")
+    for layout in NAMED_LAYOUTS:
+        for strategy in STRATEGIES:
+            plan = request.make_plan(request.make_layout(layout), strategy)
+            report, view = plan.report(), data["views"][f"{layout}/{strategy}"]
+            for key, name in REPORTED.items():
+                assert view["perRank"][key] == [getattr(rank, name) for rank in report.ranks]
+            assert (view["imbalance"], view["work"]) == (report.imbalance, report.total_area)
+            stages = plan_stages(plan)
+            assert (unpacked(view["matrix"], ranks) == exchange_matrix(stages)).all()
+            for stored, stage in zip(view["stages"], stages, strict=True):
+                assert stored["work"] == stage.work.tolist()
+                assert (unpacked(stored["messages"], ranks) == stage.messages).all()
+
+
+def unpacked(stored: dict[str, list[int]] | None, ranks: int) -> np.ndarray:
+    matrix = np.zeros((ranks, ranks), dtype=np.int64)
+    if stored and "all" in stored:
+        return np.array(stored["all"]).reshape(ranks, ranks)
+    if stored and "each" in stored:
+        matrix[:] = np.array(stored["each"])[:, None]
+        np.fill_diagonal(matrix, 0)
+    for i in range(0, len((stored or {}).get("some", [])), 3):
+        source, target, count = stored["some"][i : i + 3]
+        matrix[source, target] = count
+    return matrix
+
+
+class Outside(HTMLParser):
+    """Everything that a page would load, and its scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+
+
+def test_the_page_needs_nothing_else() -> None:
+    text = make_page(PlanRequest(LENGTHS, 2))
+    page = Outside()
+    page.feed(text)
+    assert page.loads == ["data:,"]
+    assert page.scripts == 2
+    assert not re.findall(r"https?:|//[a-z]+\.|url\(|@import|fetch\(|XMLHttpRequest|innerHTML", text)
+    assert "@@" not in text
+    assert "default-src 'none'" in text
+
+
+def test_data_cannot_leave_its_script() -> None:
+    nasty = {"text": "</script><script>alert(1)</script><!-- & \u2028"}
+    text = as_script_data(nasty)
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == nasty
+
+
+def test_assets_are_packaged() -> None:
+    declared = (Path(lw.__file__).parents[1] / "pyproject.toml").read_text()
+    assert '"longweave.tools.planning" = ["assets/*"]' in declared
+    assets = {item.name for item in (files("longweave.tools.planning") / "assets").iterdir()}
+    assert assets == {"page.html", "page.css", *SCRIPTS}
+
+
+def test_pages_that_a_browser_cannot_count_are_refused() -> None:
+    for lengths, ranks, message in (((200_000_000,), 2, "counts exactly"), ((64,), 257, "at most 256 ranks")):
+        with pytest.raises(lw.LongweaveError, match=message):
+            make_page(PlanRequest(lengths, ranks, layout="contiguous", strategy="ulysses"))
+
+
+def test_layouts_with_too_many_spans_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longweave.tools.planning.page.MOST_PAGE_SPANS", 20)
+    data = page_data(PlanRequest((5,) * 30, 4))
+    spans = len(PlanRequest((5,) * 30, 4).make_layout("zigzag").starts)
+    assert data["leftOut"] == [f"zigzag ({spans} spans)"]
+    assert "zigzag" not in data["layouts"]
+    assert data["examples"]
+    with pytest.raises(lw.LongweaveError, match=f"layout zigzag has {spans} spans"):
+        page_data(PlanRequest((5,) * 30, 4, layout="zigzag"))
