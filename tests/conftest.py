@@ -14,6 +14,8 @@ settings.register_profile("longweave", deadline=None, derandomize=True, max_exam
 settings.load_profile("longweave")
 
 
+EXAMPLES = ("hf_trainer", "own_decoder", "pooled_encoder", "rl_shared_prompt", "trl_sft")
+
 # Left to `make test-all`, so that `make test` stays short: something quicker shows the same in every run.
 SLOW = (
     "tests/fuzz/test_same_bits.py::test_the_same_bits_again_and_after_a_restart",
@@ -24,7 +26,8 @@ SLOW = (
     "tests/gpu/test_flash_masks.py::test_random_tasks",
     "tests/models/test_parallelize.py::test_compiled_layers_serve_every_pack[qwen3_5-24]",
     "tests/test_compile.py::test_by_inductor",
-    "tests/trainers/test_docs_trainers.py::test_the_example_trains_on_two_ranks",
+    "tests/trainers/test_examples.py::test_trainers[trl_sft]",
+    *(f"tests/trainers/test_examples.py::test_under_torchrun[{name}]" for name in EXAMPLES),
 )
 
 

@@ -1,4 +1,4 @@
-"""The README: its two commands, and its three ways in, which run as they are written and come to what one process does."""
+"""The README: its two commands, and its three ways in, which run as written and come to what one process does."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_what_the_readme_has() -> None:
 
 
 def trained(with_pool: bool) -> list[float]:
-    """With Hugging Face's loss callback in the place of a terminal; rows of one length, as `Trainer` alone wants them."""
+    """The losses that it logs; rows of one length, as `Trainer` wants them without a collator."""
     from transformers import TrainingArguments
 
     rows = [{name: (ids * 12)[:12] for name, ids in row.items()} for row in examples(8)]
