@@ -25,6 +25,7 @@ SLOW = (
     "tests/gpu/test_fla_interpreter.py::test_stages_in_16_bits[gla]",
     "tests/gpu/test_flash_masks.py::test_random_tasks",
     "tests/models/test_parallelize.py::test_compiled_layers_serve_every_pack[qwen3_5-24]",
+    "tests/models/test_tour.py::test_it_runs_and_shows_what_is_stored",
     "tests/test_compile.py::test_by_inductor",
     "tests/trainers/test_examples.py::test_trainers[trl_sft]",
     *(f"tests/trainers/test_examples.py::test_under_torchrun[{name}]" for name in EXAMPLES),

@@ -1,4 +1,4 @@
-"""The scripts in examples/ run as they are, and come to the same on two ranks as on one, or with and without `lw.pool`."""
+"""The scripts in examples/ run as they are: the same on two ranks as on one, and with `lw.pool` as without."""
 
 import ast
 import os
