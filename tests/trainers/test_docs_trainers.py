@@ -1,4 +1,4 @@
-"""The recipes of docs/trainers.md run as they are written, and their losses are those without `lw.pool`."""
+"""The recipes of docs/trainers/ run as they are written, and their losses are those without `lw.pool`."""
 
 import itertools
 import os
@@ -14,8 +14,9 @@ import longweave as lw
 from longweave.launch import Ranks
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "trainers.md"
-RECIPES = dict(re.findall(r"<!-- recipe: (\w+) -->\n```python\n(.*?)```", PAGE.read_text(), re.S))
+PAGES = ROOT / "docs" / "trainers"
+TEXT = "\n".join(page.read_text() for page in sorted(PAGES.glob("*.md")))
+RECIPES = dict(re.findall(r"<!-- recipe: (\w+) -->\n```python\n(.*?)```", TEXT, re.S))
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -55,7 +56,7 @@ def recipe(name: str, with_pool: bool) -> list[float]:
         os.chdir(folder)
         torch.manual_seed(0)
         try:
-            exec(compile(RECIPES[name], str(PAGE), "exec"), given)
+            exec(compile(RECIPES[name], str(PAGES), "exec"), given)
         finally:
             os.chdir(before)
     if "losses" in given:
