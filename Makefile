@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all test-gpu-proofs fuzz soak lint format bench clean
+.PHONY: demo test test-all test-gpu-proofs fuzz soak lint format docs bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m longweave.tools.demo
@@ -40,6 +40,11 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation as a site; `python -m http.server -d site` shows it with its search.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
+	@echo "open site/index.html"
+
 bench: $(INSTALLED)
 	for what in plan host attention packed compare linear pool; do $(BIN)/longweave bench $$what; done
 
@@ -58,4 +63,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv out site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longweave import __version__
+from longweave.extras import require
 from longweave.plan import Shape
 from longweave.tools.signals import end_on_sigterm
 
@@ -25,8 +27,16 @@ UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 console = Console(width=WIDE)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"longweave {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show it and exit."),
+) -> None:
     """Context parallelism for PyTorch."""
     if not UNDER_TORCHRUN:  # whose ranks may be deep in a wait, where only the default action is quick
         end_on_sigterm()
@@ -91,6 +101,7 @@ def train(
     timeout: float = typer.Option(600.0, help="Seconds that they do at the start and around checkpoints."),
 ) -> None:
     """Train a small byte-level model on Python's own sources, with the sequence split across ranks."""
+    require("transformers", "matplotlib")
     from longweave.errors import LongweaveError
     from longweave.tools.train import run
     from longweave.tools.train.failures import TrainingError
@@ -183,6 +194,7 @@ def audit(
 
     `lw.audit` does the same for a step of your own. Exit code 0: right. 1: a fault was named. 2: not understood.
     """
+    require("transformers")
     from longweave.errors import LongweaveError
     from longweave.tools.audit import command
 
@@ -294,6 +306,7 @@ def bench_linear(
     plot: Path = typer.Option(Path("out/linear.png"), help="Where the plot of the methods goes."),  # noqa: B008
 ) -> None:
     """The gated delta rule: against Hugging Face's torch form, over lengths, and by every method on 2 local ranks."""
+    require("transformers", "matplotlib")
     from longweave.tools.bench import linear
 
     table = Table(title="gated delta rule, float32, 4 heads, 128 × 128, one thread a process unless said")
@@ -323,6 +336,7 @@ def bench_pool(
     rounds: int = typer.Option(2, min=1, help="Of each step, of which the best counts: for machines that are shared."),
 ) -> None:
     """DDP against DDP with `lw.pool`, on rows of very different lengths and on equal ones. Takes minutes."""
+    require("transformers")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which measures memory, would tell that it does
     from longweave.launch import Ranks
     from longweave.tools.bench import pool

@@ -14,6 +14,8 @@ settings.register_profile("longweave", deadline=None, derandomize=True, max_exam
 settings.load_profile("longweave")
 
 
+EXAMPLES = ("hf_trainer", "own_decoder", "pooled_encoder", "rl_shared_prompt", "trl_sft")
+
 # Left to `make test-all`, so that `make test` stays short: something quicker shows the same in every run.
 SLOW = (
     "tests/fuzz/test_soak.py::test_faults_and_resumes",
@@ -24,9 +26,11 @@ SLOW = (
     "tests/gpu/test_fla_interpreter.py::test_stages_in_16_bits[gla]",
     "tests/gpu/test_flash_masks.py::test_random_tasks",
     "tests/models/test_parallelize.py::test_compiled_layers_serve_every_pack[qwen3_5-24]",
+    "tests/models/test_tour.py::test_it_runs_and_shows_what_is_stored",
     "tests/test_compile.py::test_by_inductor",
     "tests/train/test_train.py::test_torchrun_on_two_hosts",
-    "tests/trainers/test_docs_trainers.py::test_the_example_trains_on_two_ranks",
+    "tests/trainers/test_examples.py::test_trainers[trl_sft]",
+    *(f"tests/trainers/test_examples.py::test_under_torchrun[{name}]" for name in EXAMPLES),
 )
 
 

@@ -14,6 +14,7 @@ BELOW_PACK = {"errors", "plan", "comm", "tensors", "tokens"}
 OPERATORS = BELOW_PACK | {"kernels", "core", "finite", "pack"}
 ALLOWED = {
     "errors": set(),
+    "extras": set(),
     "tensors": {"errors"},
     "plan": {"errors"},
     "comm": {"errors", "tensors"},
@@ -28,7 +29,7 @@ ALLOWED = {
     "models": OPERATORS | {"documents", "softmax", "linear"},
     "launch": {"errors", "plan"},
 }
-TOP = {"tools", "cli", "__init__"}  # may import everything
+TOP = {"tools", "cli", "__init__", "__main__"}  # may import everything
 
 
 def part_of(module: str) -> str:

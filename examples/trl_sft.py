@@ -1,6 +1,6 @@
 """Fine-tune with TRL on two local ranks that share their documents:
 
-torchrun --nproc-per-node 2 examples/sft_two_ranks.py
+torchrun --nproc-per-node 2 examples/trl_sft.py
 
 The model is a small hybrid (GatedDeltaNet and softmax attention) made on the spot, the documents are the modules of
 Python's standard library, byte by byte: a few long ones among many short ones. Take out the line with `lw.pool`, and
@@ -31,19 +31,10 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", p
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 texts = Dataset.from_list([{"text": file.read_text()[: options.longest]} for file in files if file.stat().st_size])
 
-config = Qwen3_5TextConfig(
-    vocab_size=257,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=32,
-    linear_value_head_dim=32,
-)
+sizes = {"vocab_size": 257, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+config = Qwen3_5TextConfig(**sizes, **heads, **linear, linear_key_head_dim=32, linear_value_head_dim=32)
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config)
 lw.pool(model, head="pooled")  # this line is all
