@@ -66,3 +66,20 @@ def test_pages_of_trainers_and_symptoms() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     for symptom in SYMPTOMS:
         assert f"## {symptom}" in text
+
+
+def test_every_cell_about_others_has_a_source() -> None:
+    """In docs/comparison.md; the README has the same table without them."""
+    text = (DOCS / "comparison.md").read_text()
+    sources = set(re.findall(r"^(\w+)\. ", text, re.M))
+    rows = [line for line in text.splitlines() if re.match(r"\| [a-zA-ZK]", line)]
+    assert len(rows) == 10 + 5
+    readme = (ROOT / "README.md").read_text()
+    for row in rows:
+        name, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        others = cells[:-1] if re.search(r"\[[a-e]\]", row) else cells[1:]
+        for cell in others:
+            found = re.findall(r"\[(\w+)\]$", cell)
+            assert cell in ("—", "not checked") or set(found) & sources, f"{name}: {cell}"
+            if found and found[0].isdigit():
+                assert re.sub(r" \[\w+\]", "", cell) in readme, f"{name}: {cell}"
