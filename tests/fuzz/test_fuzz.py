@@ -67,7 +67,7 @@ def test_it_goes_on_where_it_was_left(tmp_path: Path) -> None:
 def test_one_case_by_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["--seed", str(SEED), "--only", "plans:4", "--only", "plans:5"]) == 0
     assert "2 of 2 cases are right" in capsys.readouterr().out
-    monkeypatch.setattr(schedule, "_areas", lambda plan: [0] * plan.world_size)
+    monkeypatch.setattr(schedule, "computed_areas", lambda plan: [0] * plan.world_size)
     numbers = [i for i in range(5) if draw(STRATEGIES["plans"], SEED, "plans", i).mask.area > 64]
     assert main(["--seed", str(SEED), "--only", f"plans:{numbers[0]}"]) == 1
     said = capsys.readouterr().out
