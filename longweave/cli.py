@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -14,10 +13,8 @@ from rich.table import Table
 from longweave import __version__
 from longweave.extras import require
 from longweave.plan import Shape
+from longweave.tools.progress import running_clock
 from longweave.tools.signals import end_on_sigterm
-
-if TYPE_CHECKING:
-    from longweave.tools.bench.pool import PoolTime
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Context parallelism for PyTorch.")
 bench = typer.Typer(no_args_is_help=True, help="Measure here: ratios from one run.")
@@ -40,6 +37,12 @@ def main(
     """Context parallelism for PyTorch."""
     if not UNDER_TORCHRUN:  # whose ranks may be deep in a wait, where only the default action is quick
         end_on_sigterm()
+
+
+@bench.callback()
+def bench_progress(ctx: typer.Context) -> None:
+    """Measure here: ratios from one run."""
+    ctx.with_resource(running_clock(console, f"bench {ctx.invoked_subcommand}: measuring"))
 
 
 @app.command("plan", context_settings={"ignore_unknown_options": True})  # -5 is a wrong length, not an option
@@ -102,6 +105,8 @@ def train(
 ) -> None:
     """Train a small byte-level model on Python's own sources, with the sequence split across ranks."""
     require("transformers", "matplotlib")
+    if console.is_terminal:  # the bar comes with the first step, from a rank
+        console.print("loading torch and starting ranks …")
     from longweave.errors import LongweaveError
     from longweave.tools.train import run
     from longweave.tools.train.failures import TrainingError
@@ -181,6 +186,7 @@ def doctor(
 
 @app.command("audit")
 def audit(
+    ctx: typer.Context,
     model: str = typer.Option("qwen3_5", help="A family, as in `longweave train`."),
     ranks: int = typer.Option(2, min=1, help="Local ranks to start; ignored under torchrun."),
     way: str = typer.Option("parallelize", help="parallelize or pool: how the model is divided over ranks."),
@@ -195,6 +201,7 @@ def audit(
     `lw.audit` does the same for a step of your own. Exit code 0: right. 1: a fault was named. 2: not understood.
     """
     require("transformers")
+    ctx.with_resource(running_clock(console, "audit: loading torch and starting ranks"))
     from longweave.errors import LongweaveError
     from longweave.tools.audit import command
 
@@ -340,46 +347,17 @@ def bench_pool(
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which measures memory, would tell that it does
     from longweave.launch import Ranks
     from longweave.tools.bench import pool
+    from longweave.tools.bench.pool_table import pool_table
 
     said = []
     with Ranks(ranks, timeout=3600) as workers:
         sizes = {"ranks": ranks, "rows": rows, "steps": steps, "longest": longest, "seed": seed, "rounds": rounds}
         for workload in pool.workloads(**sizes):
             lines = pool.run(workload, workers)
-            console.print(_pool_table(lines))
+            console.print(pool_table(lines))
             said += pool.verdict(lines)
     for line in said:
         typer.echo(line)
-
-
-def _pool_table(lines: list[PoolTime]) -> Table:
-    first = lines[0]
-    work = first.workload
-    kind = "equal rows" if work.equal else f"rows of log-normal lengths, up to {work.longest} tokens"
-    table = Table(
-        title=f"{work.family}, {kind}: {work.ranks} ranks × {work.rows} rows × {work.steps} steps, DDP, float32",
-        caption=f"the slowest rank has {first.allowed:.2f} × the mean work at home: no sharing gains more",
-    )
-    table.add_column("")
-    columns = "s a step,ratio,median,of the gain,of allowed,CPU ratio,work,tokens,CPU time,MB moved,MB peak"
-    for column in columns.split(","):
-        table.add_column(column, justify="right")
-    for line in lines:
-        gain = f"{line.share:.0%}" if line.variant != "home" and not work.equal else ""
-        slowest = (line.slowest_work, line.slowest_tokens, line.slowest_busy)
-        table.add_row(
-            line.variant,
-            f"{line.seconds / work.steps:.2f}",
-            f"{line.ratio:.2f}",
-            f"{line.median_ratio:.2f}",
-            gain,
-            f"{line.ratio / line.allowed:.2f}",
-            f"{line.busy_ratio:.2f}",
-            *(f"{value:.2f}" for value in slowest),
-            f"{line.mb_sent:.2f}",
-            f"{line.mb_peak:.0f}" if line.mb_peak else "",
-        )
-    return table
 
 
 if __name__ == "__main__":
