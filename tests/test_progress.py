@@ -1,4 +1,4 @@
-"""Long commands: something moves on a terminal within 2 seconds of work, nothing of it in a pipe, Ctrl-C leaves nothing."""
+"""Long commands: a clock on a terminal within 2 seconds, nothing of it in a pipe, and Ctrl-C leaves nothing."""
 
 import os
 import pty
