@@ -21,6 +21,7 @@ SLOW = (
     "tests/fuzz/test_soak.py::test_faults_and_resumes",
     "tests/fuzz/test_same_bits.py::test_the_same_bits_again_and_after_a_restart",
     "tests/gpu/test_fake_cuda.py::TestModels::test_layers_upload_nothing_and_nobody_waits[17-gpt_oss]",
+    "tests/gpu/test_fla_interpreter.py::test_cut_documents[case1-3-dtype1-cu1-layout1]",
     "tests/gpu/test_fla_interpreter.py::test_in_training",
     "tests/gpu/test_fla_interpreter.py::test_stages[gla]",
     "tests/gpu/test_fla_interpreter.py::test_stages_in_16_bits[gla]",
@@ -28,8 +29,13 @@ SLOW = (
     "tests/models/test_parallelize.py::test_compiled_layers_serve_every_pack[qwen3_5-24]",
     "tests/models/test_tour.py::test_it_runs_and_shows_what_is_stored",
     "tests/test_compile.py::test_by_inductor",
+    "tests/test_doctor.py::test_ranks_that_torchrun_started",
     "tests/train/test_train.py::test_torchrun_on_two_hosts",
+    "tests/train/test_train_faults.py::test_of_the_command",
+    "tests/train/test_two_hosts.py::test_they_train_as_two_local_ranks",
     "tests/trainers/test_examples.py::test_trainers[trl_sft]",
+    "tests/trainers/test_trainers.py::test_trainers_see_data_parallelism[grpo-3-how12-options12]",
+    "tests/trainers/test_trainers.py::test_trainers_see_data_parallelism[sft-4-how7-options7]",
     *(f"tests/trainers/test_examples.py::test_under_torchrun[{name}]" for name in EXAMPLES),
 )
 

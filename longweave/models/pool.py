@@ -26,8 +26,9 @@ from longweave.comm.exchange import Group, name_of
 from longweave.core import LAYOUTS, MASKS, check_ways
 from longweave.errors import InputError, shown
 from longweave.models.changes import Undo, is_changed
+from longweave.models.decoder_work import work_of
 from longweave.models.layers import check_layers, switch_layers
-from longweave.models.pooled import Pooling, work_of
+from longweave.models.pooled import Pooling
 from longweave.models.pooled_decoder import ALONE, POOLING, decoder_forward, generate
 from longweave.models.pooled_head import find_heads, pool_heads
 from longweave.models.roles import FAMILIES, is_model, roles

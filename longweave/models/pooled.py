@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longweave.comm.agreement import MOST_FACTS, Fact, digests_of, raise_differences, same_history
 from longweave.comm.exchange import Comm, group_named, resolve
@@ -25,12 +25,10 @@ from longweave.comm.ledger import RecordedCall
 from longweave.comm.store_gather import store_all_gather
 from longweave.core import PackCore, machine_of
 from longweave.errors import InputError
-from longweave.models.layers import Parts
 from longweave.models.packing import is_integer
 from longweave.models.rows import HomeRows, read_rows
 from longweave.models.running import model_tokens, unbatch, with_placeholder
 from longweave.pack import Pack
-from longweave.plan.cost import Shape
 from longweave.plan.homing import DecoderWork, faster_layout, home_layout
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
@@ -207,35 +205,3 @@ def _core(comm: Comm, pooling: Pooling, cu_seqlens: Ints, home: Layout) -> PackC
             # Tokens and pairs are balanced together, so pairs stay with their queries; others would balance them apart.
             ways = {**ways, "strategy": "groupcast"}
     return PackCore(comm, cu_seqlens, layout, mask=mask, **ways)
-
-
-def work_of(decoder: nn.Module, parts: Parts) -> DecoderWork:
-    """What the decoder costs, for the cost model. Results never depend on it."""
-    config: Any = getattr(decoder, "config", None)
-    default = Shape()
-    heads = getattr(config, "num_attention_heads", default.heads)
-    hidden = getattr(config, "hidden_size", heads * default.head_dim)
-    shape = Shape(
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or max(hidden // heads, 1),
-        itemsize=next((p.element_size() for p in decoder.parameters()), default.itemsize),
-    )
-    embeddings = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
-    active = sum(_active(p, config) for p in decoder.parameters() if id(p) not in embeddings)
-    attention = sum(role == "attention" for *_, role in parts)
-    return DecoderWork(
-        2.0 * active,
-        float(shape.flops_per_pair * attention),
-        float(hidden * shape.itemsize),
-        float(shape.kv_bytes * attention),
-        is_chained=any(callable(role) for *_, role in parts),
-    )
-
-
-def _active(p: Tensor, config: Any) -> float:
-    """The entries of a weight that a token uses: of stacked experts only those that it is sent to."""
-    known = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((getattr(config, name) for name in known if getattr(config, name, None)), 0)
-    is_stacked = p.ndim == 3 and p.shape[0] == experts
-    return p.numel() * getattr(config, "num_experts_per_tok", 1) / experts if is_stacked else p.numel()

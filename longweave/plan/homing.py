@@ -42,6 +42,7 @@ class DecoderWork:
     bytes_home: float  # of a token's hidden state
     kv_bytes: float  # of a token's K and V in all attention layers
     is_chained: bool = False  # it has linear layers
+    flops_to_sum_up: float = 0.0  # per token of a part that is summed up before it runs, on top
 
 
 def home_layout(counts: Sequence[int]) -> Layout:
@@ -162,7 +163,7 @@ def _place_cut(
         curve = _Curve(int(documents.lengths[document]), work, documents.is_causal)
         shares = _divide(float(documents.amounts[document]), room, int(documents.brought_by[document]), slack)
         if work.is_chained:
-            shares = _in_chain(shares, curve, uncut)
+            shares = _in_chain(shares, curve, uncut, work.flops_to_sum_up)
         parts += [(rank, begin + a, begin + b) for rank, a, b in _spans(shares, curve, grain)]
     return parts
 
@@ -189,15 +190,15 @@ def _divide(amount: float, room: Floats, first: int, slack: float) -> Shares:
     return list(zip(ranks.tolist(), shares.tolist(), strict=True))
 
 
-def _in_chain(shares: Shares, curve: _Curve, uncut: Sequence[float]) -> Shares:
+def _in_chain(shares: Shares, curve: _Curve, uncut: Sequence[float], to_sum_up: float) -> Shares:
     """The order in which linear layers wait least, counted in tokens that they run forward; backward takes twice that.
 
     a a a a b b b b     b waits for a in forward, and a for b in backward, while they have whole documents to run
-    a a b b b b a a     nobody waits, but b runs its part once more to sum it up
+    a a b b b b a a     nobody waits, but b runs its part once more to sum it up, and so takes less of it
     """
     if len(shares) == 1:
         return shares
-    (first, amount), *rest = shares
+    (first, amount), *rest = _less_in_the_middle(shares, curve, to_sum_up)
     around = [(first, amount * BEGIN_SHARE), *rest, (first, amount * (1 - BEGIN_SHARE))]
     if len(rest) > 1:
         return around
@@ -210,6 +211,17 @@ def _in_chain(shares: Shares, curve: _Curve, uncut: Sequence[float]) -> Shares:
     begin, end = (curve.tokens_with(done) for done in (amount * BEGIN_SHARE, amount * BEGIN_SHARE + rest[0][1]))
     apart = min(shares, shares[::-1], key=wait)
     return apart if wait(apart) <= end - begin else around
+
+
+def _less_in_the_middle(shares: Shares, curve: _Curve, to_sum_up: float) -> Shares:
+    """All but the first rank have `extra` of their share to do on top: what they all then do more is made equal.
+
+    With x for that, the first takes its share and x, and another one s where s (1 + extra) = its share and x.
+    """
+    (first, amount), *rest = shares
+    extra = to_sum_up * curve.length / sum(share for _, share in shares)
+    x = sum(share for _, share in rest) * extra / (1 + extra + len(rest))
+    return [(first, amount + x), *((rank, (share + x) / (1 + extra)) for rank, share in rest)]
 
 
 def _spans(shares: Shares, curve: _Curve, grain: int) -> Iterator[tuple[int, int, int]]:

@@ -396,6 +396,7 @@ def test_the_cost_of_a_decoder(family: str) -> None:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     layers = kinds.count("full_attention")
     assert work.is_chained == (layers < len(kinds))
+    assert (work.flops_to_sum_up > 0) == work.is_chained
     assert work.bytes_home == 4 * config.hidden_size
     assert work.kv_bytes == layers * 2 * config.num_key_value_heads * config.head_dim * 4
     assert work.flops_per_pair == layers * 4 * config.num_attention_heads * config.head_dim

@@ -22,6 +22,7 @@ from longweave.plan.homing import (
     _divide,
     _documents,
     _in_chain,
+    _less_in_the_middle,
     _place_whole,
     _seconds,
     balanced_layout,
@@ -205,15 +206,27 @@ def test_a_chain_waits_least_by_hand() -> None:
     curve = _Curve(1000, replace(WORK, flops_per_pair=0.0), True)
     whole = 1000 * WORK.flops_per_token
     shares = [(0, whole * 0.4), (1, whole * 0.6)]
-    assert _in_chain(shares[:1], curve, [0, 0]) == shares[:1]
-    assert _in_chain(shares, curve, [600, 400]) == shares, "nobody waits: 0 begins, 1 has 400 tokens to run"
-    assert _in_chain(shares, curve, [600, 0]) == shares, "1 waits for 400 tokens, less than it takes to sum up 600"
-    assert _in_chain(shares, curve, [700, 500]) == shares
-    alone = _in_chain(shares, curve, [0, 0])
+    assert _in_chain(shares[:1], curve, [0, 0], 0.0) == shares[:1]
+    assert _in_chain(shares, curve, [600, 400], 0.0) == shares, "nobody waits: 0 begins, 1 has 400 tokens to run"
+    assert _in_chain(shares, curve, [600, 0], 0.0) == shares, "1 waits for 400 tokens, less than it takes to sum up 600"
+    assert _in_chain(shares, curve, [700, 500], 0.0) == shares
+    alone = _in_chain(shares, curve, [0, 0], 0.0)
     assert [rank for rank, _ in alone] == [0, 1, 0], "nothing to do meanwhile: 1 sums its part up first"
     assert sum(amount for _, amount in alone) == pytest.approx(whole)
-    three = _in_chain([(2, 1.0), (0, 2.0), (1, 3.0)], curve, [0, 0, 0])
+    three = _in_chain([(2, 1.0), (0, 2.0), (1, 3.0)], curve, [0, 0, 0], 0.0)
     assert [rank for rank, _ in three] == [2, 0, 1, 2]
+
+
+@given(st.lists(st.floats(1, 100), min_size=2, max_size=6), st.floats(0, 3))
+def test_who_sums_up_takes_less(amounts: list[float], extra: float) -> None:
+    """What the ranks do on top of their shares is the same for all of them, and nothing of the document is lost."""
+    whole = sum(amounts)
+    curve = _Curve(1000, replace(WORK, flops_per_pair=0.0), True)
+    (first, of_first), *rest = _less_in_the_middle(list(enumerate(amounts)), curve, extra * whole / 1000)
+    assert first == 0
+    assert of_first + sum(share for _, share in rest) == pytest.approx(whole)
+    for rank, share in rest:
+        assert share * (1 + extra) - amounts[rank] == pytest.approx(of_first - amounts[0], abs=1e-6 * whole)
 
 
 @given(st.integers(1, 5000), st.booleans(), st.floats(0, 1), st.sampled_from([0.0, 1.0, 1e5]))

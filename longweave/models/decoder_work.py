@@ -1,0 +1,68 @@
+"""What a decoder costs, for the cost model of `lw.pool`. Results never depend on it.
+
+    flops_per_token    every weight that the token uses, and what linear layers do besides
+    flops_per_pair     attention layers
+    flops_to_sum_up    linear layers, once more, for a part in the middle of a cut document
+
+FLOPs count as those of a matrix product that takes as long. Linear layers work in small pieces, at a lower rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from longweave.models.layers import Parts
+from longweave.plan.cost import Shape
+from longweave.plan.homing import DecoderWork
+
+CHUNK = 64  # tokens that linear layers take at once
+SLOWDOWN = 5.0  # of their FLOPs; on CPUs 4 (heads of 128) to 8 (heads of 32) were measured
+SUM_UP_SHARE = 0.5  # of mixing: the FLOPs of a summary, forward and backward, over those of mixing, both ways
+
+
+def work_of(decoder: nn.Module, parts: Parts) -> DecoderWork:
+    """Read off the decoder's config, weights and linear layers."""
+    config: Any = getattr(decoder, "config", None)
+    default = Shape()
+    heads = getattr(config, "num_attention_heads", default.heads)
+    hidden = getattr(config, "hidden_size", heads * default.head_dim)
+    shape = Shape(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or max(hidden // heads, 1),
+        itemsize=next((p.element_size() for p in decoder.parameters()), default.itemsize),
+    )
+    embeddings = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+    active = sum(_active(p, config) for p in decoder.parameters() if id(p) not in embeddings)
+    attention = sum(role == "attention" for *_, role in parts)
+    linear = [module for _, module, role in parts if callable(role)]
+    mixing = SLOWDOWN * sum(map(_mixing_flops, linear))
+    return DecoderWork(
+        2.0 * active + mixing,
+        float(shape.flops_per_pair * attention),
+        float(hidden * shape.itemsize),
+        float(shape.kv_bytes * attention),
+        is_chained=bool(linear),
+        flops_to_sum_up=SUM_UP_SHARE * mixing,
+    )
+
+
+def _active(p: Tensor, config: Any) -> float:
+    """The entries of a weight that a token uses: of stacked experts only those that it is sent to."""
+    known = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in known if getattr(config, name, None)), 0)
+    is_stacked = p.ndim == 3 and p.shape[0] == experts
+    return p.numel() * getattr(config, "num_experts_per_tok", 1) / experts if is_stacked else p.numel()
+
+
+def _mixing_flops(module: Any) -> float:
+    """Of a token in a linear layer: scores and values inside a chunk, and reading and writing a state (K, V) a head.
+
+    Hugging Face's modules say their sizes by these names; of one that does not nothing is known.
+    """
+    dim = getattr(module, "head_dim", 0)
+    heads = getattr(module, "num_v_heads", getattr(module, "num_heads", 0))
+    K, V = getattr(module, "head_k_dim", dim), getattr(module, "head_v_dim", dim)
+    return 2.0 * heads * (2 * CHUNK * (K + V) + 3 * K * V)
