@@ -22,6 +22,7 @@ app.add_typer(bench, name="bench")
 WIDE = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140  # tables in pipes are not squeezed to 80 columns
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 console = Console(width=WIDE)
+errors = Console(stderr=True, soft_wrap=True)
 
 
 def _version(wanted: bool) -> None:
@@ -73,7 +74,7 @@ def plan(
             for text in command.outputs(asked, picture, html, lambda what: status.update(f"planning {what}")):
                 typer.echo(text)
     except LongweaveError as error:
-        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        errors.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from error
 
 
@@ -139,7 +140,7 @@ def train(
     try:
         history = run.run_under_torchrun(config) if UNDER_TORCHRUN else run.run_local(config, ranks)
     except LongweaveError as error:
-        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        errors.print(str(error), style="red", markup=False)
         raise typer.Exit(1 if isinstance(error, TrainingError) else 2) from error
     if int(os.environ.get("RANK", "0")) == 0:
         typer.echo(run.line(history[-1]) if history else "nothing left to do")
@@ -213,7 +214,7 @@ def audit(
     try:
         report = command.run_under_torchrun(workload) if under_torchrun else command.run_local(workload, ranks)
     except LongweaveError as error:
-        console.print(f"[red]{error}[/red]")
+        errors.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from error
     if int(os.environ.get("RANK", "0")) == 0:
         typer.echo(f"{model}, lw.{way}: {report}")

@@ -21,13 +21,20 @@ def draw_layout(layout: Layout, cu_seqlens: object, width: int = 100) -> str:
     edges = np.arange(width + 1) * layout.total // width
     lines = [f"{'documents':>9} {_ruler(cu, width, layout.total)}"]
     for rank in range(layout.world_size):
-        held = np.zeros(layout.total + 1, dtype=np.int64)
-        held[layout.indices(rank) + 1] = 1
-        before = np.cumsum(held)
-        share = (before[edges[1:]] - before[edges[:-1]]) / np.maximum(edges[1:] - edges[:-1], 1)
+        starts, stops, _ = layout.local_spans(rank)
+        before = _tokens_before(edges, starts, stops)
+        share = np.diff(before) / np.maximum(np.diff(edges), 1)
         line = "".join("█" if s >= 0.5 else "░" if s > 0 else "·" for s in share)
         lines.append(f"{f'rank {rank}':>9} {line} {layout.counts[rank]} tokens")
     return "\n".join(lines)
+
+
+def _tokens_before(edges: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """How many tokens of spans in token order lie before each edge."""
+    done = np.append(0, np.cumsum(stops - starts))
+    begun = np.searchsorted(starts, edges)  # spans that begin before the edge; only the last of them may end behind it
+    found: np.ndarray = done[begun] - np.maximum(np.append(0, stops)[begun] - edges, 0)
+    return found
 
 
 def _ruler(cu: np.ndarray, width: int, total: int) -> str:

@@ -80,6 +80,13 @@ def test_every_mask_every_world(mask: Mask, world: int, chunk_size: object, node
     assert best.layout == layout, "the same input gives the same layout"
 
 
+def test_a_long_document_that_is_less_dense_than_the_rest() -> None:
+    """It needs no ranks of its own; with nodes, that was an index out of bounds."""
+    mask = Mask.prefix_causal([0, 11, 18, 26, 32, 32], [6, 6, 1, 6, 0])
+    layout = Layout.balanced(mask, 5, chunk_size=1, node_size=1)
+    assert sum(layout.counts) == 32
+
+
 @given(masks(largest=60), worlds)
 def test_never_worse_than_a_member(mask: Mask, world: int) -> None:
     """Also than those that the portfolio skips because they cannot win."""

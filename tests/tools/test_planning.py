@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import longweave as lw
 from longweave.cli import app
 from longweave.plan.stages import exchange_matrix, plan_stages
+from longweave.tools.draw import draw_layout
 from longweave.tools.planning import NAMED_LAYOUTS, PlanRequest
 from longweave.tools.planning.lengths import parse_lengths, read_lengths
 from longweave.tools.planning.page import AFFINE, SCRIPTS, STRATEGIES, as_script_data, make_page, page_data
@@ -240,3 +241,34 @@ def test_layouts_with_too_many_spans_are_left_out(monkeypatch: pytest.MonkeyPatc
     assert data["examples"]
     with pytest.raises(lw.LongweaveError, match=f"layout zigzag has {spans} spans"):
         page_data(PlanRequest((5,) * 30, 4, layout="zigzag"))
+
+
+# -- the layout as text --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 7, 80])
+@pytest.mark.parametrize("lengths", [(41, 0, 137, 9), (1,), (3, 1, 1, 500, 2)])
+def test_the_layout_as_text_counted_token_by_token(lengths: tuple[int, ...], width: int) -> None:
+    cu = np.cumsum([0, *lengths])
+    for layout in (lw.Layout.zigzag(cu, 3), lw.Layout.balanced(lw.Mask.causal(cu), 4), lw.Layout.contiguous(cu[-1], 2)):
+        columns = min(width, layout.total)
+        column = np.searchsorted(np.arange(1, columns + 1) * layout.total // columns, np.arange(layout.total), "right")
+        for rank, line in enumerate(draw_layout(layout, cu, width).splitlines()[1:]):
+            held = np.bincount(column[layout.indices(rank)], minlength=columns) / np.bincount(column)
+            assert line.split()[2] == "".join("█" if share >= 0.5 else "░" if share else "·" for share in held)
+
+
+def test_billions_of_tokens_are_drawn_at_once() -> None:
+    length = 2_999_999_999
+    assert len(draw_layout(lw.Layout.zigzag([0, length], 64), [0, length]).splitlines()) == 65
+
+
+def test_errors_go_to_stderr_and_before_any_plan(tmp_path: Path) -> None:
+    for args, said in (
+        (["abc"], "length 0 is 'abc'"),
+        (["5", "--html", "--ranks", "2"], "--html is followed by --ranks"),
+        (["5", "--picture", str(tmp_path)], "is a folder; give a file"),
+    ):
+        result = CliRunner().invoke(app, ["plan", *args])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert said in result.stderr

@@ -154,7 +154,7 @@ class _Peeling:
         if size is None:
             return by_load
         members = [np.flatnonzero(by_load // size == node) for node in range(-(-self.grid.world_size // size))]
-        wanted = min(count, size)
+        wanted = min(max(count, 1), size)  # a document that is less dense than the short ones asks for none
 
         def standing(places: Ints) -> int:
             return int(places[wanted - 1]) if len(places) >= wanted else len(by_load)

@@ -29,6 +29,8 @@ def outputs(
     request: PlanRequest, picture: Path | None, html: Path | None, tell: Callable[[str], None]
 ) -> Iterator[str]:
     """What to print, as it comes; files are written on the way."""
+    for option, path in (("--picture", picture), ("--html", html)):
+        _check_file(option, path)
     plan = request.plan
     yield draw_layout(plan.layout, plan.mask.cu_seqlens, width=80)
     yield f"\n{plan.report()}"
@@ -43,6 +45,16 @@ def outputs(
 
         text = make_page(request, tell)
         yield _written("--html", html, lambda: html.write_text(text, encoding="utf-8"))
+
+
+def _check_file(option: str, path: Path | None) -> None:
+    """Refuse what cannot be a file before anything is planned."""
+    if path is None:
+        return
+    if path.name.startswith("--"):
+        raise InputError(f"{option} is followed by {path}, another option; give it a file")
+    if path.is_dir():
+        raise InputError(f"{option} {path} is a folder; give a file")
 
 
 def _written(option: str, path: Path, write: Callable[[], object]) -> str:
