@@ -143,8 +143,7 @@ def train(
         raise typer.Exit(1 if isinstance(error, TrainingError) else 2) from error
     if int(os.environ.get("RANK", "0")) == 0:
         typer.echo(run.line(history[-1]) if history else "nothing left to do")
-        run.plot_losses({f"{model}, seed {seed}": history}, out / "loss.png")
-        console.print(f"wrote {out / 'metrics.jsonl'} and {out / 'loss.png'}")
+        typer.echo(run.draw(f"{model}, seed {seed}", history, out))
 
 
 @app.command("doctor")

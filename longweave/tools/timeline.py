@@ -31,17 +31,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from longweave.comm.exchange import Group, resolve
 
 BUSY, WAITING = "busy", "waiting"
-KINDS = (BUSY, WAITING)
 
 
 @dataclass(frozen=True)
 class TimedInterval:
     """What a rank did from `begin` to `end`, in seconds from the start of the step."""
 
-    kind: str  # of KINDS
+    kind: str  # BUSY or WAITING
     what: str  # the call, such as "attention, backward"; "" outside of calls
     begin: float
     end: float
+
+    @property
+    def is_busy(self) -> bool:
+        return self.kind == BUSY
 
     @property
     def seconds(self) -> float:
@@ -71,6 +74,11 @@ class Lane:
     def time(self, kind: str) -> float:
         """Seconds in all intervals of this kind."""
         return sum(interval.seconds for interval in self.intervals if interval.kind == kind)
+
+    @property
+    def busy_share(self) -> float:
+        """Of the step."""
+        return self.time(BUSY) / max(self.seconds, 1e-9)
 
     def bytes_sent(self, what: str | None = None) -> int:
         """In all exchanges, or in those of one call."""
