@@ -75,7 +75,7 @@ NOTHING = NotedCall(0, "nothing yet", "", MEETING, 0)
 
 
 class Observer(Protocol):
-    """Sees what this rank does on a group, as it happens. It is told on the thread that does it, so it must be quick."""
+    """Sees what this rank does on a group, as it happens, on the thread that does it: it must be quick."""
 
     def call_begins(self, title: str) -> None: ...
     def call_ends(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Pictures of what was measured: curves of a run, bars of a benchmark, timelines of ranks. The data come from elsewhere."""
+"""Pictures of what was measured: curves of a run, timelines of ranks, bars of a benchmark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longweave.errors import BackendError
+from longweave.errors import BackendError, InputError
 
 if TYPE_CHECKING:  # a picture of a plan needs no torch
     from longweave.tools.timeline import TimedInterval, Timeline
@@ -43,9 +43,21 @@ def check_picture(path: Path) -> Any:
     return Figure
 
 
-def save_figure(figure: Any, path: Path) -> None:
+def prepare(path: Path) -> None:
+    """Before anything is measured: raises if the picture could not be written then."""
+    check_picture(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise InputError(f"--picture {path} cannot be written: {error.strerror}; give another file") from error
+
+
+def save_figure(figure: Any, path: Path) -> str:
+    """Says what was written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
+    return f"wrote {path}"
 
 
 # -- a run ---------------------------------------------------------------------------------------------
@@ -72,12 +84,15 @@ def draw_run(curves: Mapping[str, Sequence[Metrics]], timeline: Timeline, path: 
     _finish(speed)
     _loads(figure.add_subplot(grid[0, 2]), next(iter(curves.values())))
     _lanes(figure.add_subplot(grid[1, :]), timeline)
+    _lane_legend(figure)
     save_figure(figure, path)
 
 
 def _losses(axes: Any, curves: Mapping[str, Sequence[Metrics]]) -> None:
     for i, (name, history) in enumerate(curves.items()):
-        axes.plot([m.step for m in history], [m.loss for m in history], "-" if i == 0 else "--", linewidth=2, label=name)
+        axes.plot(
+            [m.step for m in history], [m.loss for m in history], "-" if i == 0 else "--", linewidth=2, label=name
+        )
     axes.set(xlabel="step", title="loss, nats per byte")
     _finish(axes)
 
@@ -107,7 +122,7 @@ def _finish(axes: Any) -> None:
 # -- timelines -----------------------------------------------------------------------------------------
 
 
-def draw_timelines(timelines: Sequence[Timeline], path: Path) -> None:
+def draw_timelines(timelines: Sequence[Timeline], path: Path) -> str:
     """One under the other, all on one scale."""
     heights = [_lane_height(timeline) for timeline in timelines]
     figure = check_picture(path)(figsize=(12, sum(heights)), layout="constrained")
@@ -115,7 +130,8 @@ def draw_timelines(timelines: Sequence[Timeline], path: Path) -> None:
     for axes, timeline in zip(all_axes, timelines, strict=True):
         _lanes(axes, timeline)
         axes.set_xlim(0, 1e3 * max(one.seconds for one in timelines))
-    save_figure(figure, path)
+    _lane_legend(figure)
+    return save_figure(figure, path)
 
 
 def _lane_height(timeline: Timeline) -> float:
@@ -138,16 +154,15 @@ def _lanes(axes: Any, timeline: Timeline) -> None:
     axes.set_xlabel("milliseconds since a rank left the barrier in front of the step")
     left_out = f"; the first {MOST_LANES} of {len(timeline.lanes)} ranks" if len(timeline.lanes) > MOST_LANES else ""
     axes.set_title(f"{timeline.title}, {1e3 * timeline.seconds:.1f} ms{left_out}", loc="left", fontsize=10)
-    _lane_legend(axes)
 
 
-def _lane_legend(axes: Any) -> None:
+def _lane_legend(figure: Any) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=colour, label=words) for words, colour in SHADES.values()]
+    handles: list[Any] = [Patch(color=colour, label=words) for words, colour in SHADES.values()]
     handles.append(Line2D([], [], marker="v", color="0.15", linestyle="", markersize=4, label="an exchange is sent"))
-    axes.legend(handles=handles, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    figure.legend(handles=handles, fontsize=8, ncols=4, loc="outside lower right", frameon=False)
 
 
 # -- benchmarks ----------------------------------------------------------------------------------------
@@ -162,20 +177,28 @@ class BarPanel:
     series: Mapping[str, Sequence[float]]
 
 
-def draw_bars(panels: Sequence[BarPanel], path: Path, title: str = "") -> None:
-    """Panels side by side, with the value on every bar."""
-    figure = check_picture(path)(figsize=(max(5.0, 4.6 * len(panels)), 4.4), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        width = 0.84 / max(len(panel.series), 1)
-        for i, (name, values) in enumerate(panel.series.items()):
-            places = [at + (i - (len(panel.series) - 1) / 2) * width for at in range(len(panel.labels))]
-            bars = axes.bar(places, values, width, label=name)
-            crowded = len(panel.series) * len(panel.labels) > 6
-            axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90 if crowded else 0, padding=2)
-        axes.set_xticks(range(len(panel.labels)), panel.labels, fontsize=8)
-        axes.set_title(panel.title, fontsize=10)
-        axes.margins(y=0.18)
-        if len(panel.series) > 1:
-            axes.legend(fontsize=8)
+def draw_bars(panels: Sequence[BarPanel], path: Path, title: str = "", columns: int = 3) -> str:
+    """Panels side by side, `columns` in a row, with the value on every bar where there is room."""
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    width = max(4.6, *(0.22 * len(panel.labels) * len(panel.series) for panel in panels))
+    figure = check_picture(path)(figsize=(width * columns, 3.8 * rows + 0.4), layout="constrained")
+    for place, panel in enumerate(panels):
+        _bars(figure.add_subplot(rows, columns, place + 1), panel)
     figure.suptitle(title, fontsize=11)
-    save_figure(figure, path)
+    return save_figure(figure, path)
+
+
+def _bars(axes: Any, panel: BarPanel) -> None:
+    count = len(panel.series)
+    width = 0.84 / max(count, 1)
+    crowded = count * len(panel.labels) > 6
+    for i, (name, values) in enumerate(panel.series.items()):
+        places = [at + (i - (count - 1) / 2) * width for at in range(len(panel.labels))]
+        bars = axes.bar(places, values, width, label=name)
+        axes.bar_label(bars, fmt="{:.4g}", fontsize=7, rotation=90 if crowded else 0, padding=2)
+    axes.set_xticks(range(len(panel.labels)), panel.labels, fontsize=8)
+    axes.set_title(panel.title, fontsize=10)
+    axes.margins(y=0.22)
+    if count > 1:
+        axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)

@@ -31,15 +31,18 @@ pre, .wide { overflow-x: auto; } pre { font-size: 12px; line-height: 1.3; backgr
 .facts, .charts { display: grid; gap: 10px; margin: 10px 0; }
 .facts { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
 .charts { grid-template-columns: repeat(auto-fit, minmax(min(320px, 100%), 1fr)); }
-.facts div, figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 8px; margin: 0;
-  min-width: 0; }
+.facts div, figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 8px;
+  margin: 0; min-width: 0; }
 .facts dt, figcaption { color: var(--quiet); font-size: 0.82rem; } .facts dd { margin: 0; font-weight: 600; }
 svg { display: block; width: 100%; height: auto; } .lanes { min-width: 760px; }
-svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } svg text.quiet { fill: var(--quiet); }
+svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } svg text.dim { fill: var(--quiet); }
 .axis { stroke: var(--line); stroke-width: 1; } .curve { fill: none; stroke-width: 2; }
-.key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin: 0 4px 0 12px; vertical-align: -1px; }
+.keyed { white-space: nowrap; margin-right: 12px; display: inline-block; }
+.key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 4px; vertical-align: -1px; }
+figcaption .keyed { float: right; margin: 0 0 0 12px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.88rem; }
-th, td { padding: 2px 12px 2px 0; text-align: right; white-space: nowrap; } th { color: var(--quiet); font-weight: 400; }
+th, td { padding: 2px 12px 2px 0; text-align: right; white-space: nowrap; }
+th { color: var(--quiet); font-weight: 400; }
 td:first-child, th:first-child { text-align: left; }
 """
 
@@ -90,22 +93,23 @@ def demo_page(result: DemoResult) -> str:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>longweave demo</title><style>{STYLE}</style></head><body>
 <h1>The same model on two ranks and on one</h1>
-<p>A byte-level Qwen3.5-style model, {len(two)} steps on packed documents: GatedDeltaNet and softmax attention on one balanced
-layout. With the sequence split between two ranks the losses are those of one process.</p>
+<p>A byte-level Qwen3.5-style model, {len(two)} steps on packed documents: GatedDeltaNet and softmax attention
+on one balanced layout. With the sequence split between two ranks the losses are those of one process.</p>
 <dl class="facts">{cards}</dl>
 <div class="charts">
 {_chart("loss, nats per byte", steps, losses)}
 {_chart("tokens a second", steps, speed, floor=0.0)}
-{_chart("attention work of a rank over the mean", steps, loads, floor=0.9, ceiling=1.1)}
+{_chart("attention work over the mean", steps, loads, floor=0.9, ceiling=1.1)}
 </div>
 <h2>One step, rank by rank</h2>
-<p class="quiet">{escape(timeline.title)}, {1e3 * timeline.seconds:.1f} ms. Every rank's own clock, from when it left the barrier in
-front of the step. Triangles are exchanges that were sent; hover, or touch, for what a bar is.</p>
+<p class="quiet">{escape(timeline.title)}, {1e3 * timeline.seconds:.1f} ms. Every rank's own clock, from when it left
+the barrier in front of the step. Triangles are exchanges that were sent; hover, or touch, for what a bar is.</p>
 <p class="quiet">{"".join(_key(name) for name in SHADES)}</p>
 <div class="wide">{_lanes(timeline)}</div>
 {_lane_table(timeline)}
 <h2>The plan of the first pack</h2>
-<p><a href="plan.html">Explore it</a>: who holds, computes, sends and receives what, with other layouts and strategies.</p>
+<p><a href="plan.html">Explore it</a>: who holds, computes, sends and receives what, with other layouts and
+strategies.</p>
 <pre>{escape(result.plan_text)}</pre>
 <h2>Losses</h2>
 {_loss_table(two, one)}
@@ -126,7 +130,8 @@ def _chart(
 ) -> str:  # fmt: skip
     """Curves over steps; `floor` and `ceiling` are shown at least."""
     values = [value for curve in curves.values() for value in curve]
-    low, high = min(values + [floor] * (floor is not None)), max(values + [ceiling] * (ceiling is not None))  # type: ignore[type-var,list-item]
+    values += [value for value in (floor, ceiling) if value is not None]
+    low, high = min(values), max(values)
     left, top, right, bottom = 46, 8, 352, 168
     span, steps_span = (high - low) or 1.0, max(steps[-1] - steps[0], 1)
 
@@ -137,20 +142,22 @@ def _chart(
         return bottom - (bottom - top) * (value - low) / span
 
     parts = []
-    for tick in np.linspace(low, high, 4):
+    for tick in np.linspace(low, high, 5):
         parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text class="quiet" x="{left - 5}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
+        parts.append(f'<text class="dim" x="{left - 5}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
     for step in sorted({steps[0], steps[len(steps) // 2], steps[-1]}):
-        parts.append(f'<text class="quiet" x="{x(step):.1f}" y="184" text-anchor="middle">{step}</text>')
+        parts.append(f'<text class="dim" x="{x(step):.1f}" y="184" text-anchor="middle">{step}</text>')
     for i, curve in enumerate(curves.values()):
         points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(steps, curve, strict=True))
         dash = 'stroke-dasharray="5 4"' if i else ""
         parts.append(f'<polyline class="curve" style="stroke: {_colour(i)}" {dash} points="{points}"/>')
-    keys = "".join(
-        f'<span class="key" style="background: {_colour(i)}"></span>{escape(name)}' for i, name in enumerate(curves)
-    )
+    keys = "".join(_keyed(_colour(i), name) for i, name in reversed(list(enumerate(curves))))  # they float
     drawing = f'<svg viewBox="0 0 360 190" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     return f"<figure><figcaption>{escape(title)}{keys}</figcaption>{drawing}</figure>"
+
+
+def _keyed(colour: str, name: str) -> str:
+    return f'<span class="keyed"><span class="key" style="background: {colour}"></span>{escape(name)}</span>'
 
 
 def _colour(i: int) -> str:
@@ -161,7 +168,7 @@ def _colour(i: int) -> str:
 
 
 def _key(name: str) -> str:
-    return f'<span class="key" style="background: var(--{name})"></span>{escape(SHADES[name][0])}'
+    return _keyed(f"var(--{name})", SHADES[name][0])
 
 
 def _lanes(timeline: Timeline) -> str:
@@ -173,17 +180,18 @@ def _lanes(timeline: Timeline) -> str:
     for tick in np.linspace(0, timeline.seconds, 6):
         at = GUTTER + tick * scale
         anchor = "end" if tick == timeline.seconds else "middle"
-        parts.append(f'<text class="quiet" x="{at:.1f}" y="{height - 6}" text-anchor="{anchor}">{1e3 * tick:.0f} ms</text>')
-    label = f"{timeline.title}: busy and waiting, one lane a rank"
-    return (
-        f'<svg class="lanes" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
-    )
+        parts.append(
+            f'<text class="dim" x="{at:.1f}" y="{height - 6}" text-anchor="{anchor}">{1e3 * tick:.0f} ms</text>'
+        )
+    label = escape(f"{timeline.title}: busy and waiting, one lane a rank")
+    return f'<svg class="lanes" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def _lane(lane: Lane, top: int, scale: float) -> str:
     parts = [f'<text x="0" y="{top + 25}">rank {lane.rank}</text>']
     for one in lane.intervals:
-        title = f"{one.kind}: {one.what or 'the rest of the step'}, {1e3 * one.seconds:.3f} ms from {1e3 * one.begin:.3f} ms"
+        what = one.what or "the rest of the step"
+        title = f"{one.kind}: {what}, {1e3 * one.seconds:.3f} ms from {1e3 * one.begin:.3f} ms"
         parts.append(
             f'<rect x="{GUTTER + one.begin * scale:.2f}" y="{top + 11}" width="{one.seconds * scale:.2f}" height="20" '
             f'style="fill: var(--{shade(one)})"><title>{escape(title)}</title></rect>'
@@ -199,7 +207,7 @@ def _lane(lane: Lane, top: int, scale: float) -> str:
 
 
 def _lane_table(timeline: Timeline) -> str:
-    columns = "rank,busy ms,waiting ms,CPU ms,busy over the mean,exchanges sent,bytes sent".split(",")
+    columns = ["rank", "busy ms", "waiting ms", "CPU ms", "busy over the mean", "exchanges sent", "bytes sent"]
     rows = [
         [
             str(lane.rank),
@@ -213,8 +221,8 @@ def _lane_table(timeline: Timeline) -> str:
         for lane, load in zip(timeline.lanes, timeline.loads, strict=True)
     ]
     note = (
-        "CPU time is of all threads of a process: busy time far above it was spent without a core, which other programs "
-        "had. Bytes are longweave's; FSDP2's are not counted, its waits are."
+        "CPU time is of all threads of a process: busy time far above it was spent without a core, which other "
+        "programs had. Bytes are longweave's; FSDP2's are not counted, its waits are."
     )
     return f'<div class="wide">{_table(columns, rows)}</div><p class="quiet">{note}</p>'
 

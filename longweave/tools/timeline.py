@@ -4,13 +4,15 @@
     rank 1   ████ attention ██████████░████ attention, backward ██
              0 ms                                            41 ms
 
-Every rank reads its own `time.perf_counter()` where a call begins or ends and where a wait begins or ends, and ranks are
-aligned by the barrier in front of the step: 0 is when a rank left it, so lanes may be off by what a barrier takes. An
-interval lasts from one such moment to the next: intervals do not overlap and leave no gap. *Busy* is all that is not a
-wait; its operator is the longweave call around it, or none (the rest of the model, the optimizer). *Waiting* is a host
-that is blocked in an exchange: of longweave, of FSDP2, or one that the step names (`waits`). CPU seconds stand beside it:
-busy time without CPU time is a wait that nobody noted, or a core that another program had. On a device, work and waits
-are queued, and this is the host's side of them.
+Every rank reads its own `time.perf_counter()` where a call or a wait begins or ends. Ranks are aligned by the barrier
+in front of the step: 0 is when a rank left it, so lanes may be off by what a barrier takes. An interval lasts from one
+such moment to the next: intervals do not overlap and leave no gap.
+
+    busy       all that is not a wait; its operator is the longweave call around it, or none (the rest of the step)
+    waiting    the host is blocked in an exchange: of longweave, of FSDP2, or one that the step names (`waits`)
+
+CPU seconds stand beside: busy time without CPU time is a wait that nobody noted, or a core that another program had. On
+a device, work and waits are queued, and this is the host's side of them.
 """
 
 from __future__ import annotations
@@ -185,11 +187,11 @@ class StepRecorder:
 
 @contextmanager
 def recording(group: Group, model: nn.Module | None = None) -> Iterator[StepRecorder]:
-    """Record what this rank does inside, on `group`; `model` may be under FSDP2. All ranks of the default group call it.
+    """Record what this rank does inside, on `group`; all ranks call it. `model` may be under FSDP2.
 
-        with recording(mesh["cp"], model) as recorder:
-            step()
-            lane = recorder.stop()
+    with recording(mesh["cp"], model) as recorder:
+        step()
+        lane = recorder.stop()
     """
     ledger = resolve(group).ledger
     sharded = [] if model is None else [part for part in model.modules() if isinstance(part, FSDPModule)]
@@ -222,10 +224,12 @@ class _NotedAllGather(DefaultAllGather):
 
 
 class _NotedReduceScatter(DefaultReduceScatter):
+    """Likewise."""
+
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
         with self._recorder.waits("FSDP2, reduce-scatter"):
             return super().__call__(*args, **kwargs)
 

@@ -256,7 +256,7 @@ def forward(
 
 
 def clip_gradients(model: nn.Module, most: float, recorder: StepRecorder | None) -> torch.Tensor:
-    """`clip_grad_norm_` in its two parts: between them ranks add up the norm. Returns the norm of the whole gradient."""
+    """`clip_grad_norm_` in its two parts: between them ranks add up the norm, which is returned."""
     parameters = list(model.parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
