@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from longweave import __version__
+from longweave.errors import LongweaveError
 from longweave.extras import require
 from longweave.plan import Shape
+from longweave.tools import charts
 from longweave.tools.progress import running_clock
 from longweave.tools.signals import end_on_sigterm
 
@@ -23,6 +25,20 @@ WIDE = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140  # tables
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 console = Console(width=WIDE)
 errors = Console(stderr=True, soft_wrap=True)
+
+
+def _picture(path: Path | None) -> Path | None:
+    """One that cannot be drawn is refused now, not after minutes of measuring."""
+    if path is not None:
+        require("matplotlib")
+        try:
+            charts.prepare(path)
+        except LongweaveError as error:
+            raise typer.BadParameter(str(error)) from error
+    return path
+
+
+PICTURE = typer.Option(None, "--picture", callback=_picture, help="Also draw it to this file, such as b.png.")
 
 
 def _version(wanted: bool) -> None:
@@ -63,7 +79,6 @@ def plan(
     html: Path = typer.Option(None, help="Also write a page to explore it, with other layouts and strategies."),  # noqa: B008
 ) -> None:
     """Who holds and computes what for a pack of documents, what it sends, and why. Needs no ranks."""
-    from longweave.errors import LongweaveError
     from longweave.tools.planning import PlanRequest, command
 
     shape = Shape(heads, kv_heads, head_dim)
@@ -108,7 +123,6 @@ def train(
     require("transformers", "matplotlib")
     if console.is_terminal:  # the bar comes with the first step, from a rank
         console.print("loading torch and starting ranks …")
-    from longweave.errors import LongweaveError
     from longweave.tools.train import run
     from longweave.tools.train.failures import TrainingError
     from longweave.tools.train.loop import TrainConfig
@@ -144,8 +158,7 @@ def train(
         raise typer.Exit(1 if isinstance(error, TrainingError) else 2) from error
     if int(os.environ.get("RANK", "0")) == 0:
         typer.echo(run.line(history[-1]) if history else "nothing left to do")
-        run.plot_losses({f"{model}, seed {seed}": history}, out / "loss.png")
-        console.print(f"wrote {out / 'metrics.jsonl'} and {out / 'loss.png'}")
+        typer.echo(run.draw(f"{model}, seed {seed}", history, out))
 
 
 @app.command("doctor")
@@ -203,7 +216,6 @@ def audit(
     """
     require("transformers")
     ctx.with_resource(running_clock(console, "audit: loading torch and starting ranks"))
-    from longweave.errors import LongweaveError
     from longweave.tools.audit import command
 
     for name, value, known in (("model", model, command.FAMILIES), ("way", way, command.WAYS)):
@@ -228,6 +240,7 @@ def audit(
 @bench.command("attention")
 def bench_attention(
     tokens: list[int] = typer.Argument(None, min=2, help="Document lengths; 8192 16384 by default."),  # noqa: B008
+    picture: Path = PICTURE,
 ) -> None:
     """Softmax attention of one causal document on 2 and 4 local ranks."""
     from longweave.tools.bench import attention
@@ -243,10 +256,15 @@ def bench_attention(
             )
     console.print(table)
     console.print(attention.timelines(lengths[0]))
+    if picture:
+        typer.echo(charts.draw_timelines(attention.recorded_timelines(lengths[0]), picture))
 
 
 @bench.command("packed")
-def bench_packed(tokens: list[int] = typer.Argument(None, min=64, help="Pack sizes; 8192 32768 by default.")) -> None:  # noqa: B008
+def bench_packed(
+    tokens: list[int] = typer.Argument(None, min=64, help="Pack sizes; 8192 32768 by default."),  # noqa: B008
+    picture: Path = PICTURE,
+) -> None:
     """Packed documents on 2 and 4 local ranks: group-cast, all-gather, ring and one process. Takes minutes."""
     from longweave.tools.bench import packed
 
@@ -255,29 +273,41 @@ def bench_packed(tokens: list[int] = typer.Argument(None, min=64, help="Pack siz
     columns = "documents,tokens,ranks,groupcast s,over 1 process x 2 threads,over allgather,over ring"
     titles = [*columns.split(","), "MB received", "MB all-gather"]
     typer.echo("  ".join(titles))
+    rows = []
     for length in tokens or [8192, 32768]:
         for kind in ("lognormal", "giant"):
             for row in packed.run(length, kind):  # minutes: every row is shown when it is there
+                rows.append(row)
                 ratios = (row.one_process, row.allgather, row.ring)
                 cells = [row.kind, str(row.tokens), str(row.ranks), f"{row.groupcast:.3f}"]
                 cells += [f"{other / row.groupcast:.2f}" for other in ratios]
                 cells += [f"{row.mb_groupcast:.2f}", f"{row.mb_allgather:.2f}"]
                 typer.echo("  ".join(cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)))
+    if picture:
+        typer.echo(charts.draw_bars(packed.packed_panels(rows), picture))
 
 
 @bench.command("compare")
-def bench_compare(tokens: int = typer.Argument(32768, min=64), ranks: int = typer.Option(4, min=1, max=1024)) -> None:
+def bench_compare(
+    tokens: int = typer.Argument(32768, min=64),
+    ranks: int = typer.Option(4, min=1, max=1024),
+    picture: Path = PICTURE,
+) -> None:
     """Packed documents: traffic, balance and memory of all-gather, ring and group-cast."""
     from longweave.tools.bench import packed
 
     typer.echo(packed.PLANNED_FOR)
-    table = Table(title=f"{tokens} tokens of log-normal documents on {ranks} ranks, one forward, worst rank")
+    title = f"{tokens} tokens of log-normal documents on {ranks} ranks, one forward, worst rank"
+    table = Table(title=title)
     for column in ("strategy", "layout", "tokens received", "imbalance", "MB kept with inputs", "MB peak over inputs"):
         table.add_column(column, justify="left" if column in ("strategy", "layout") else "right")
-    for row in packed.compare(packed.documents("lognormal", tokens), ranks):
+    rows = packed.compare(packed.documents("lognormal", tokens), ranks)
+    for row in rows:
         numbers = (f"{row.imbalance:.3f}", f"{row.mb_kept:.1f}", f"{row.mb_peak:.1f}")
         table.add_row(row.strategy, row.layout, str(row.tokens_received), *numbers)
     console.print(table)
+    if picture:
+        typer.echo(charts.draw_bars(packed.compare_panels(rows), picture, title))
 
 
 @bench.command("plan")
@@ -342,23 +372,27 @@ def bench_pool(
     longest: int = typer.Option(8192, min=16, help="Tokens of the longest row."),
     seed: int = typer.Option(0, help="Of the lengths."),
     rounds: int = typer.Option(2, min=1, help="Of each step, of which the best counts: for machines that are shared."),
+    picture: Path = PICTURE,
 ) -> None:
     """DDP against DDP with `lw.pool`, on rows of very different lengths and on equal ones. Takes minutes."""
     require("transformers")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which measures memory, would tell that it does
     from longweave.launch import Ranks
     from longweave.tools.bench import pool
-    from longweave.tools.bench.pool_table import pool_table
+    from longweave.tools.bench.pool_table import pool_panels, pool_table
 
-    said = []
+    said, panels = [], []
     with Ranks(ranks, timeout=3600) as workers:
         sizes = {"ranks": ranks, "rows": rows, "steps": steps, "longest": longest, "seed": seed, "rounds": rounds}
         for workload in pool.workloads(**sizes):
             lines = pool.run(workload, workers)
             console.print(pool_table(lines))
             said += pool.verdict(lines)
+            panels += pool_panels(lines)
     for line in said:
         typer.echo(line)
+    if picture:
+        typer.echo(charts.draw_bars(panels, picture, columns=2))
 
 
 if __name__ == "__main__":

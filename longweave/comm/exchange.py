@@ -276,7 +276,7 @@ def send_receive(
     device = next((x.device for _, x in (*sends, *receives)), torch.device("cpu"))
     sends = [(peer, x) for peer, x in sends if x.numel()]
     receives = [(peer, x) for peer, x in receives if x.numel()]
-    _count_exchange(comm, sum(x.nbytes for _, x in sends), device)
+    _count_exchange(comm, sum(x.nbytes for _, x in sends), device, [peer for peer, _ in sends])
     if not sends and not receives:
         return []
     group = comm.group
@@ -297,7 +297,7 @@ def _by_messages(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _count_exchange(comm: Comm, bytes_sent: int, device: torch.device) -> None:
+def _count_exchange(comm: Comm, bytes_sent: int, device: torch.device, peers: Sequence[int] = ()) -> None:
     if device.type not in comm.device_types:
         raise InputError(
             f"a tensor on {device.type} came in, but the process group carries "
@@ -306,6 +306,8 @@ def _count_exchange(comm: Comm, bytes_sent: int, device: torch.device) -> None:
         )
     comm.ledger.exchanges += 1
     comm.ledger.bytes_sent += bytes_sent
+    if comm.ledger.observer is not None:
+        comm.ledger.observer.sends(bytes_sent, list(peers))
 
 
 def _tag(ledger: Ledger, x: Tensor) -> int:

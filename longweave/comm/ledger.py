@@ -6,7 +6,8 @@
 
 Every operator notes its calls here, forward and backward. That costs about a microsecond and sends nothing. What is
 noted serves two readers: the next pack compares the digest of all calls since the pack before (`agreement.py`), and a
-rank that waits too long tells the others where it stands (`watch.py`).
+rank that waits too long tells the others where it stands (`watch.py`). An `Observer` that is put here sees calls, waits
+and exchanges as they happen (`tools/timeline.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -73,6 +74,18 @@ class NotedCall(NamedTuple):
 NOTHING = NotedCall(0, "nothing yet", "", MEETING, 0)
 
 
+class Observer(Protocol):
+    """Sees what this rank does on a group, as it happens, on the thread that does it: it must be quick."""
+
+    def call_begins(self, title: str) -> None: ...
+    def call_ends(self) -> None: ...
+    def wait_begins(self) -> None: ...
+    def wait_ends(self) -> None: ...
+
+    def sends(self, bytes_sent: int, peers: list[int]) -> None:
+        """An exchange was started; `peers` are group ranks, none if the backend's collective chooses the way."""
+
+
 class RecordedCall:
     """A kind of call: operator, dtypes, shapes and options. `with call.forward():` notes that it is made.
 
@@ -110,6 +123,8 @@ class Running:
         ledger = self._call.ledger
         self._around, ledger.current = ledger.current, self._call
         ledger.note(self._call, self._phase, self._mark)
+        if ledger.observer is not None:
+            ledger.observer.call_begins(ledger.at.title)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -118,6 +133,8 @@ class Running:
         if error is not None and self._around is None:  # it leaves the outermost call
             ledger.leave(error)
         ledger.current = self._around
+        if ledger.observer is not None:
+            ledger.observer.call_ends()
 
 
 def call_of(ledger: Ledger, name: str) -> RecordedCall:
@@ -143,6 +160,7 @@ class Ledger:
         self.waiting: float | None = None  # since when, by time.monotonic()
         self.on_device: deque[Any] = deque()  # works of exchanges that a device has before it
         self.device_since = 0.0  # when it last got on with them
+        self.observer: Observer | None = None  # as long as somebody records a step
         # Packs and gathers through the store
         self.packs = 0  # made so far
         self.asked = 0  # calls that were compared before they were made

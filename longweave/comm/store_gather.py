@@ -57,7 +57,15 @@ def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str) ->
             raise GroupError(
                 f"rank {comm.rank} came too late: {who} of the group waited {wait:g} s in front of {what} and gave up"
             )
-        for rank in _missing(store, keys, wait, lambda: trouble(ledger)):
+        observer = ledger.observer
+        if observer is not None:
+            observer.wait_begins()
+        try:
+            missing = _missing(store, keys, wait, lambda: trouble(ledger))
+        finally:
+            if observer is not None:
+                observer.wait_ends()
+        for rank in missing:
             _put(store, keys[rank], _GAVE_UP + str(comm.rank).encode())
         found = store.multi_get(keys)
         absent = [rank for rank, text in enumerate(found) if text.startswith(_GAVE_UP)]

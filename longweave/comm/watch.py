@@ -98,6 +98,9 @@ def wait_for(works: Sequence[dist.Work], ledger: Ledger) -> None:
     """Wait until the works of an exchange are complete. Raises `GroupError` where that cannot happen any more."""
     if not ledger.is_watched:
         begin(ledger)
+    observer = ledger.observer
+    if observer is not None:
+        observer.wait_begins()
     ledger.waiting = time.monotonic()
     try:
         with telling(ledger):
@@ -105,6 +108,8 @@ def wait_for(works: Sequence[dist.Work], ledger: Ledger) -> None:
                 work.wait()
     finally:
         ledger.waiting = None
+        if observer is not None:
+            observer.wait_ends()
     if not works[-1].is_completed():  # a device waits, this process does not
         _remember(ledger, works[-1])
 

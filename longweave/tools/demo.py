@@ -1,20 +1,28 @@
 """`make demo`: the same hybrid model trained on two ranks and on one, side by side.
 
-GatedDeltaNet and softmax attention on one balanced layout of packed documents; the losses must agree.
+GatedDeltaNet and softmax attention on one balanced layout of packed documents; the losses must agree. All that was seen
+is on one page, `out/demo/index.html`.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
-import longweave as lw
+from longweave.plan import CPU, Shape
+from longweave.tools.charts import draw_losses, draw_run
+from longweave.tools.demo_page import DemoResult, demo_page
 from longweave.tools.draw import draw_layout
+from longweave.tools.planning import PlanRequest
+from longweave.tools.planning.page import make_page
 from longweave.tools.planning.picture import draw_plan
 from longweave.tools.signals import end_on_sigterm
+from longweave.tools.timeline import Timeline
 from longweave.tools.train.failures import TrainingError
-from longweave.tools.train.loop import TrainConfig
-from longweave.tools.train.run import plot_losses, run_local
+from longweave.tools.train.loop import TIMELINE, TrainConfig
+from longweave.tools.train.run import run_local
 from longweave.tools.train.workload import draw_documents
 
 OUT = Path("out/demo")
@@ -23,34 +31,43 @@ TOLERANCE = 1e-4
 
 def main(steps: int = 30, tokens: int = 2048) -> None:
     begin = time.perf_counter()
-    config = TrainConfig(steps=steps, tokens=tokens, layout="balanced", strategy="groupcast")
-    drawn = draw_documents(tokens, config.seed, 0, 0)
-    mask = lw.Mask.causal(drawn.cu_seqlens)
-    layout = lw.Layout.balanced(mask, 2)
+    config = TrainConfig(steps=steps, tokens=tokens, layout="balanced", strategy="groupcast", out=OUT / "two-ranks")
+    request = planned(config)
+    layout_text = draw_layout(request.plan.layout, request.mask.cu_seqlens, width=80)
     print(f"A byte-level Qwen3.5-style model, packs of {tokens} tokens of Python's standard library.")
-    print(f"The first pack has {len(drawn.cu_seqlens) - 1} documents; who holds what:\n")
-    print(draw_layout(layout, drawn.cu_seqlens, width=80), "\n")
-    plan = lw.make_plan(mask, layout, config.strategy, heads=4, kv_heads=2, head_dim=16, itemsize=4)
-    print(plan.report(), "\n")
+    print(f"The first pack has {len(request.lengths)} documents; who holds what:\n")
+    print(layout_text, "\n")
+    print(request.plan.report(), "\n")
     print("two ranks, the sequence split between them:")
     two = run_local(config, 2, threads=1)
     print("one process, the whole sequence:")
-    one = run_local(config, 1, threads=1)
+    one = run_local(replace(config, out=None), 1, threads=1)
+    timeline = Timeline.load(OUT / "two-ranks" / TIMELINE)
+    result = DemoResult(f"{layout_text}\n\n{request.plan.report()}", two, one, timeline)
     print("\nstep   two ranks   one process   difference")
-    worst = 0.0
     for a, b in zip(two, one, strict=True):
-        worst = max(worst, abs(a.loss - b.loss))
         if a.step % 5 == 0 or a is two[-1]:
             print(f"{a.step:4d}   {a.loss:9.6f}   {b.loss:11.6f}   {a.loss - b.loss:+.1e}")
-    received, gathered = sum(m.kv_received for m in two), sum(m.kv_gathered for m in two)
-    print(f"\nlargest difference of a loss: {worst:.1e}")
-    print(f"work of the busiest rank over the mean, worst step: {max(m.imbalance for m in two):.3f}")
-    print(f"K/V sent per softmax layer: {100 * received / gathered:.1f} % of what gathering sends")
-    plot_losses({"two ranks": two, "one process": one}, OUT / "loss.png")
-    draw_plan(plan, OUT / "plan.png")
-    print(f"wrote {OUT / 'loss.png'} and {OUT / 'plan.png'} after {time.perf_counter() - begin:.0f} s")
-    if worst > TOLERANCE:
-        raise SystemExit(f"the losses differ by {worst:.1e}, more than {TOLERANCE:.0e}")
+    print(f"\nlargest difference of a loss: {result.worst:.1e}")
+    print(f"work of the busiest rank over the mean, worst step: {result.imbalance:.3f}")
+    print(f"K/V sent per softmax layer: {100 * result.kv_share:.1f} % of what gathering sends")
+    curves = {"two ranks": two, "one process": one}
+    draw_losses(curves, OUT / "loss.png")
+    draw_run(curves, timeline, OUT / "run.png")
+    draw_plan(request.plan, OUT / "plan.png")
+    (OUT / "plan.html").write_text(make_page(request), encoding="utf-8")
+    (OUT / "index.html").write_text(demo_page(result), encoding="utf-8")
+    print(f"wrote {OUT / 'index.html'}, one page with all of it, after {time.perf_counter() - begin:.0f} s")
+    print("beside it: plan.html to explore the plan; loss.png, run.png and plan.png")
+    if result.worst > TOLERANCE:
+        raise SystemExit(f"the losses differ by {result.worst:.1e}, more than {TOLERANCE:.0e}")
+
+
+def planned(config: TrainConfig) -> PlanRequest:
+    """The first pack as the two ranks will hold it: planned for processes on a CPU, in float32."""
+    lengths = tuple(b - a for a, b in pairwise(draw_documents(config.tokens, config.seed, 0, 0).cu_seqlens))
+    shape = Shape(heads=4, kv_heads=2, head_dim=config.hidden // 4, itemsize=4)
+    return PlanRequest(lengths, 2, layout=config.layout, strategy=config.strategy, shape=shape, machine=CPU)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Forward and backward, float32, 8:2 heads, head dim 64. Every ratio comes from ti
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from longweave.launch import Ranks
 from longweave.plan.cost import areas
 from longweave.softmax.ring import RingStrategy
 from longweave.tools.bench import seconds
+from longweave.tools.timeline import Lane, Timeline, recording
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 
@@ -95,6 +97,21 @@ def timeline(tokens: int, layout: str) -> list[tuple[float, float]]:
     return [(a - begin, b - begin) for a, b in kernel.busy]
 
 
+def recorded_pass(tokens: int, layout: str) -> Lane:
+    """On one of the ranks: forward and backward of a ring, the second of two, written down."""
+    pack = lw.Pack([0, tokens], layout=layout, strategy="ring")
+    q, k, v, grad = inputs(pack.tokens)
+
+    def call() -> None:
+        out = lw.attention(q, k, v, pack)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    call()
+    with recording(None) as recorder:
+        call()
+        return recorder.stop()
+
+
 def draw_timelines(timelines: dict[str, list[list[tuple[float, float]]]], width: int = 72) -> str:
     """Busy time of every rank as a bar, all on one scale."""
     end = max(b for ranks in timelines.values() for busy in ranks for _, b in busy)
@@ -161,3 +178,14 @@ def timelines(tokens: int) -> str:
     """The picture of (c): four ranks, contiguous and zigzag, forward."""
     with Ranks(4, timeout=600) as ranks:
         return draw_timelines({f"ring, {name}": ranks.run(timeline, tokens, name) for name in ("contiguous", "zigzag")})
+
+
+def recorded_timelines(tokens: int) -> list[Timeline]:
+    """With backward, for a picture: busy, waiting, sent. No more ranks than cores, or they would wait for those."""
+    with Ranks(max(2, min(4, os.cpu_count() or 1)), timeout=600) as ranks:
+        return [
+            Timeline(
+                f"ring, {name}, {tokens} tokens, forward + backward", tuple(ranks.run(recorded_pass, tokens, name))
+            )
+            for name in ("contiguous", "zigzag")
+        ]

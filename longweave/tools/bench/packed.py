@@ -6,7 +6,7 @@ ranks would plan for a CPU, where bytes are cheap next to arithmetic: the layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from longweave.launch import Ranks
 from longweave.plan.cost import Machine, cost
 from longweave.tools.bench import peak_bytes, seconds
 from longweave.tools.bench.attention import DIM, KV_HEADS, inputs
+from longweave.tools.charts import BarPanel
 
 
 def documents(kind: str, total: int, seed: int = 0) -> list[int]:
@@ -167,3 +168,36 @@ def run(tokens: int, kind: str) -> Iterator[PackedTimes]:
                 received * per_token,
                 (world - 1) * tokens * per_token,
             )
+
+
+# -- for pictures --------------------------------------------------------------------------------------
+
+
+def compare_panels(rows: Sequence[Footprint]) -> list[BarPanel]:
+    """Of each way to do it: traffic, balance and memory."""
+    labels = [f"{row.strategy},\n{row.layout}" for row in rows]
+    return [
+        BarPanel("tokens received, worst rank", labels, {"": [row.tokens_received for row in rows]}),
+        BarPanel("work of the busiest rank over the mean", labels, {"": [row.imbalance for row in rows]}),
+        BarPanel(
+            "MB, worst rank",
+            labels,
+            {"kept with inputs": [row.mb_kept for row in rows], "peak over inputs": [row.mb_peak for row in rows]},
+        ),
+    ]
+
+
+def packed_panels(rows: Sequence[PackedTimes]) -> list[BarPanel]:
+    """Seconds by every strategy, and K/V that is received."""
+    labels = [f"{row.kind}\n{row.tokens}\n{row.ranks} ranks" for row in rows]
+    seconds_of = {
+        "group-cast": [row.groupcast for row in rows],
+        "all-gather": [row.allgather for row in rows],
+        "ring": [row.ring for row in rows],
+        "one process, 2 threads": [row.one_process for row in rows],
+    }
+    megabytes = {"group-cast": [row.mb_groupcast for row in rows], "all-gather": [row.mb_allgather for row in rows]}
+    return [
+        BarPanel("seconds, forward + backward, float32", labels, seconds_of),
+        BarPanel("MB received", labels, megabytes),
+    ]

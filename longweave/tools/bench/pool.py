@@ -266,6 +266,8 @@ class PoolTime:
     mb_peak: float  # of the worst rank; 0 if not measured
     allowed: float  # slowest_work of home: by how much sharing can be faster
     losses: tuple[float, ...]  # of every step
+    step_seconds: tuple[float, ...] = ()
+    loads: tuple[tuple[float, ...], ...] = ()  # of every step: work of each rank over the mean
 
     @property
     def core(self) -> float:
@@ -302,6 +304,8 @@ def run(workload: PoolWorkload, ranks: Ranks) -> list[PoolTime]:
             max(peaks.get(variant, 0) for _, peaks in answers) / 1e6,
             allowed,
             tuple(np.sum([[step.loss for step in steps] for steps in of_ranks], axis=0).tolist()),
+            tuple(seconds),
+            _loads([[step.work for step in steps] for steps in of_ranks]),
         )
         if lines and not np.allclose(line.losses, lines[0].losses, rtol=1e-4):
             raise RuntimeError(f"{variant} has the losses {line.losses}, but {HOME} has {lines[0].losses}")
@@ -313,6 +317,12 @@ def _slowest(of_ranks: Sequence[Sequence[float]]) -> float:
     """(ranks, steps) → the largest over the mean."""
     values = np.array(of_ranks, dtype=np.float64)
     return float(values.max(0).sum() / values.mean(0).sum())
+
+
+def _loads(of_ranks: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """(ranks, steps) → (steps, ranks), over the mean of the step."""
+    values = np.array(of_ranks, dtype=np.float64).T
+    return tuple(map(tuple, (values / values.mean(1, keepdims=True)).tolist()))
 
 
 def _most_busy(of_ranks: Sequence[Sequence[Measured]]) -> float:

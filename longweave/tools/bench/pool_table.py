@@ -1,10 +1,11 @@
-"""What `longweave bench pool` prints of one workload."""
+"""What `longweave bench pool` prints and draws of one workload."""
 
 from __future__ import annotations
 
 from rich.table import Table
 
 from longweave.tools.bench.pool import PoolTime
+from longweave.tools.charts import BarPanel
 
 
 def pool_table(lines: list[PoolTime]) -> Table:
@@ -35,3 +36,18 @@ def pool_table(lines: list[PoolTime]) -> Table:
             f"{line.mb_peak:.0f}" if line.mb_peak else "",
         )
     return table
+
+
+def pool_panels(lines: list[PoolTime]) -> list[BarPanel]:
+    """Seconds of every step, and the work of its ranks: that of the busiest one, over the mean."""
+    work = lines[0].workload
+    name = f"{work.family}, {'equal rows' if work.equal else 'log-normal rows'}"
+    labels = [f"step {step}" for step in range(work.steps)]
+    return [
+        BarPanel(f"{name}: seconds", labels, {line.variant: line.step_seconds for line in lines}),
+        BarPanel(
+            f"{name}: busiest of {work.ranks} ranks over the mean work",
+            labels,
+            {line.variant: [max(loads) for loads in line.loads] for line in lines},
+        ),
+    ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from longweave.errors import InputError, shown
-from longweave.plan import Layout, Mask, Plan, Shape, make_plan
+from longweave.plan import Layout, Machine, Mask, Plan, Shape, make_plan
 from longweave.plan.ranges import check_int, check_world_size
 from longweave.plan.stages import exchange_matrix, plan_stages
 from longweave.tools.planning.lengths import check_lengths, cu_seqlens_of
@@ -27,6 +27,7 @@ class PlanRequest:
     strategy: str = "auto"
     shape: Shape = field(default_factory=Shape)
     node_size: int | None = None
+    machine: Machine = field(default_factory=Machine)  # what the ranks are taken for
 
     def __post_init__(self) -> None:
         check_lengths(list(self.lengths))
@@ -58,12 +59,19 @@ class PlanRequest:
             return Layout.contiguous(self.mask.total, self.ranks)
         if name == "zigzag":
             return Layout.zigzag(self.mask.cu_seqlens, self.ranks)
-        return Layout.balanced(self.mask, self.ranks, node_size=self.node_size)
+        return Layout.balanced(self.mask, self.ranks, node_size=self.node_size, machine=self.machine)
 
     def make_plan(self, layout: Layout, strategy: str) -> Plan:
         shape = self.shape
         return make_plan(
-            self.mask, layout, strategy, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim
+            self.mask,
+            layout,
+            strategy,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            itemsize=shape.itemsize,
+            machine=self.machine,
         )
 
     @cached_property

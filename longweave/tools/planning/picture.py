@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longweave.errors import BackendError
 from longweave.plan import Layout, Mask, Plan
 from longweave.plan.ranges import Ints
 from longweave.plan.schedule import Report
 from longweave.plan.stages import exchange_matrix, plan_stages
+from longweave.tools.charts import check_picture, save_figure
 
 MOST_PIXELS = 640  # along a side of the square of pairs
 MOST_NAMED = 24  # documents or ranks that are all labelled; of more, some
@@ -20,18 +20,11 @@ MOST_NAMED = 24  # documents or ranks that are all labelled; of more, some
 
 def draw_plan(plan: Plan, path: Path, node_size: int | None = None) -> None:
     """Write the picture; its format is that of the file's suffix, such as .png, .svg or .pdf."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise BackendError("pictures need matplotlib; pip install 'longweave[plot]'") from error
-    from matplotlib.figure import Figure
+    figure_class = check_picture(path)
+    import matplotlib
 
-    suffixes = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in suffixes:
-        known = ", ".join(f".{suffix}" for suffix in sorted(suffixes))
-        raise BackendError(f"the picture is {str(path)!r}; give a file that ends in one of {known}")
     report = plan.report()
-    figure = Figure(figsize=(12, 7.6), layout="constrained")
+    figure = figure_class(figsize=(12, 7.6), layout="constrained")
     colours = _colours(matplotlib.colormaps["turbo"], plan.world_size)
     grid = figure.add_gridspec(4, 2, width_ratios=(1.35, 1), height_ratios=(1, 1, 1, 2.6))
     _draw_pairs(figure.add_subplot(grid[:, 0]), plan.mask, plan.layout, colours)
@@ -43,8 +36,7 @@ def draw_plan(plan: Plan, path: Path, node_size: int | None = None) -> None:
         f"{documents} documents, {report.total_tokens} tokens, {plan.world_size} ranks, {plan.strategy}: imbalance "
         f"{report.imbalance:.3f}, {report.bytes_received / 1e6:.2f} MB received"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
 
 
 def _colours(scale: Any, ranks: int) -> Any:

@@ -17,12 +17,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import longweave as lw
 from longweave.core import LAYOUTS
@@ -30,8 +32,11 @@ from longweave.errors import InputError
 from longweave.plan.cost import cost
 from longweave.plan.heads import split_heads
 from longweave.plan.schedule import check_options
+from longweave.tools.timeline import StepRecorder, gather_timeline, recording
 from longweave.tools.train import checkpoints
 from longweave.tools.train.workload import DrawnDocuments, build_model, draw_documents
+
+TIMELINE = "timeline.json"  # in the run's folder: one step of all ranks
 
 Progress = Callable[["Metrics"], None]
 
@@ -124,6 +129,7 @@ class Metrics:
     gradient_norm: float
     tokens_per_second: float
     imbalance: float  # of the attention work over the CP ranks
+    loads: tuple[float, ...]  # attention work of each CP rank over the mean
     kv_received: int  # tokens of K/V that one softmax layer of each kind brings to all CP ranks together
     kv_gathered: int  # the same if K/V were all-gathered
 
@@ -155,8 +161,16 @@ def train(config: TrainConfig, progress: Progress | None = None) -> list[Metrics
         for group in (None, mesh["dp"].get_group(), mesh["cp"].get_group(), everyone.get_group()):
             _set_pg_timeout(timedelta(seconds=config.wait), group)
         lw.set_wait(config.wait)
+        recorded = (first + config.steps) // 2 if config.out else None  # a step in the middle; the first ones warm up
         for step in range(first, config.steps):
-            metrics = train_step(config, step, model, optimizer, mesh)
+            if config.out and step == recorded:
+                with recording(mesh["cp"], model) as recorder:
+                    metrics = train_step(config, step, model, optimizer, mesh, recorder)
+                timeline = gather_timeline(f"step {step}", recorder.stop(), files)
+                if dist.get_rank() == 0:
+                    timeline.save(config.out / TIMELINE)
+            else:
+                metrics = train_step(config, step, model, optimizer, mesh)
             history.append(metrics)
             if dist.get_rank() == 0:
                 if config.out:
@@ -177,9 +191,14 @@ def shard_parameters(model: nn.Module, everyone: DeviceMesh) -> None:
 
 
 def train_step(
-    config: TrainConfig, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh
+    config: TrainConfig,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    recorder: StepRecorder | None = None,
 ) -> Metrics:
-    """All batches of one step, one update."""
+    """All batches of one step, one update. A recorder is stopped where the time of the step is."""
     begin = time.perf_counter()
     learning_rate = config.learning_rate(step)
     for group in optimizer.param_groups:
@@ -195,21 +214,26 @@ def train_step(
         torch.autograd.backward(loss * dist.get_world_size())
         total += loss.detach().float()
         plans += batch.pack.plans
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    norm = clip_gradients(model, config.clip, recorder)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    dist.all_reduce(total)
+    with recorder.waits("sum of the loss") if recorder else nullcontext():
+        dist.all_reduce(total)
     tokens = config.tokens * config.dp * config.accumulate
     speed = tokens / (time.perf_counter() - begin)
+    if recorder:
+        recorder.stop()
     # Not timed: what the layers did, in numbers.
     loads = [attention_load(plan) for plan in plans]
+    work = np.sum([load.work for load in loads], axis=0) if loads else np.ones(mesh["cp"].size())
     return Metrics(
         step,
         float(total),
         learning_rate,
-        _number(norm),
+        float(norm),
         speed,
         max((load.imbalance for load in loads), default=1.0),
+        tuple((work / work.mean() if work.any() else np.ones_like(work)).tolist()),
         sum(load.received for load in loads),
         sum(load.gathered for load in loads),
     )
@@ -231,9 +255,21 @@ def forward(
     return batch, batch.loss(logits, num_items=targets)
 
 
-class AttentionLoad(NamedTuple):
-    """One softmax layer: imbalance of its work, K/V tokens that all ranks receive, and if K/V were all-gathered."""
+def clip_gradients(model: nn.Module, most: float, recorder: StepRecorder | None) -> torch.Tensor:
+    """`clip_grad_norm_` in its two parts: between them ranks add up the norm, which is returned."""
+    parameters = list(model.parameters())
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        with recorder.waits("sum of the gradient norm") if recorder else nullcontext():
+            norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+    return norm
 
+
+class AttentionLoad(NamedTuple):
+    """One softmax layer: pairs of each rank, imbalance, K/V tokens that all receive, and if K/V were all-gathered."""
+
+    work: tuple[float, ...]  # of a rank that computes some of the heads, its share
     imbalance: float
     received: int
     gathered: int
@@ -246,15 +282,10 @@ def attention_load(plan: lw.Plan) -> AttentionLoad:
     received = int(found.received.sum()) if plan.strategy == "groupcast" else total * (world // size - 1)
     # Ranks that exchange heads compute the pairs of all their tokens, each for its heads.
     blocks = found.area.reshape(-1, size).sum(1)
-    most_heads = max(stop - start for start, stop in split_heads(plan.shape.heads, plan.shape.kv_heads, size).q)
-    busiest = int(blocks.max()) * most_heads / plan.shape.heads
-    imbalance = busiest * world / int(blocks.sum()) if plan.mask.area else 1.0
-    return AttentionLoad(imbalance, received, total * (world - 1))
-
-
-def _number(norm: torch.Tensor) -> float:
-    full = getattr(norm, "full_tensor", None)
-    return float(full() if full else norm)
+    heads = [stop - start for start, stop in split_heads(plan.shape.heads, plan.shape.kv_heads, size).q]
+    work = np.outer(blocks, heads).ravel() / plan.shape.heads
+    imbalance = float(work.max()) * world / int(blocks.sum()) if plan.mask.area else 1.0
+    return AttentionLoad(tuple(work.tolist()), imbalance, received, total * (world - 1))
 
 
 # -- metrics.jsonl: every step once, also when it was done twice ----------------------------------------

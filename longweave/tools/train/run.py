@@ -1,4 +1,4 @@
-"""Start ranks here, or join those that torchrun started; show progress on a terminal; draw the losses."""
+"""Start ranks here, or join those that torchrun started; show progress on a terminal; draw what was measured."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from longweave.launch import Ranks
+from longweave.tools.charts import draw_losses, draw_run
+from longweave.tools.timeline import Timeline
 from longweave.tools.train import failures
-from longweave.tools.train.loop import Metrics, TrainConfig, train
+from longweave.tools.train.loop import TIMELINE, Metrics, TrainConfig, train
 
 
 def run_local(config: TrainConfig, ranks: int, threads: int | None = None, limit: float = math.inf) -> list[Metrics]:
@@ -76,21 +78,12 @@ def line(m: Metrics) -> str:
     )
 
 
-def plot_losses(curves: dict[str, list[Metrics]], path: Path) -> None:
-    """The losses of one or more runs as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for i, (name, history) in enumerate(curves.items()):
-        style = "-" if i == 0 else "--"
-        axes.plot([m.step for m in history], [m.loss for m in history], style, linewidth=2, label=name)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per byte")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+def draw(name: str, history: list[Metrics], out: Path) -> str:
+    """Draw what the run has measured into its folder; says what was written."""
+    if not history:  # the pictures of the run that did the steps stay
+        return f"wrote {out / 'metrics.jsonl'}"
+    timeline = Timeline.load(out / TIMELINE)
+    draw_losses({name: history}, out / "loss.png")
+    draw_run({name: history}, timeline, out / "run.png")
+    shown = f"loss, tokens/s, load of the ranks, {timeline.title} of each"
+    return f"wrote {out / 'metrics.jsonl'}, {TIMELINE}, loss.png and run.png: {shown}"
