@@ -279,6 +279,36 @@ def bench_compare(tokens: int = typer.Argument(32768, min=64), ranks: int = type
     console.print(table)
 
 
+@bench.command("peers")
+def bench_peers(
+    tokens: int = typer.Argument(8192, min=64, help="Of a document, a pack and a step; the delta rule has half."),
+    ranks: list[int] = typer.Option([2, 4], min=1, max=1024, help="Local ranks; may be given several times."),  # noqa: B008
+    rounds: int = typer.Option(7, min=1, help="In which all take turns."),
+    only: list[str] = typer.Option(None, help="document, packed, delta or step; may be given several times."),  # noqa: B008
+    picture: Path = typer.Option(None, help="Also draw the ratios to this file, such as peers.png."),  # noqa: B008
+    json: Path = typer.Option(None, help="Also write everything to this file."),  # noqa: B008
+) -> None:
+    """Ours beside ring-flash-attention, torch, Hugging Face, DDP and one process, in one run. Takes minutes."""
+    from longweave.tools.bench import peers, tables
+
+    if picture is not None:
+        require("matplotlib")
+    if unknown := [name for name in only or () if name not in peers.CASES]:
+        raise typer.BadParameter(f"only is {unknown[0]!r}; choose from {', '.join(peers.CASES)}")
+    comparison = peers.Comparison()
+    cases = [peers.CASES[name] for name in only or peers.CASES]
+    peers.run(peers.races(tokens, ranks, rounds, cases), comparison)
+    console.print(tables.peers_table(comparison))
+    for line in (*tables.missing_lines(comparison), *comparison.verdicts):
+        typer.echo(line)
+    if picture is not None:
+        tables.draw_peers(comparison, picture)
+        typer.echo(f"wrote {picture}")
+    if json is not None:
+        tables.write_json(comparison, json)
+        typer.echo(f"wrote {json}")
+
+
 @bench.command("plan")
 def bench_plan() -> None:
     """How long planning a batch takes on this host."""
@@ -312,14 +342,14 @@ def bench_linear(
     tokens: list[int] = typer.Argument(None, min=16, help="Lengths for the methods; 4096 to 65536 by default."),  # noqa: B008
     plot: Path = typer.Option(Path("out/linear.png"), help="Where the plot of the methods goes."),  # noqa: B008
 ) -> None:
-    """The gated delta rule: against Hugging Face's torch form, over lengths, and by every method on 2 local ranks."""
-    require("transformers", "matplotlib")
+    """The gated delta rule: over lengths, and by every method on 2 local ranks."""
+    require("matplotlib")
     from longweave.tools.bench import linear
 
     table = Table(title="gated delta rule, float32, 4 heads, 128 × 128, one thread a process unless said")
     for column in ("what", "seconds", "ratio", "goal", "over"):
         table.add_column(column, justify="left" if column in ("what", "over") else "right")
-    for row in (*linear.against_hugging_face(), linear.growth(), linear.two_ranks()):
+    for row in (linear.growth(), linear.two_ranks()):
         table.add_row(row.what, f"{row.seconds:.3f}", f"{row.ratio:.2f}", row.goal, row.against)
     console.print(table)
     rows = linear.methods(tokens or [4096, 8192, 16384, 32768, 65536])
@@ -347,7 +377,7 @@ def bench_pool(
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which measures memory, would tell that it does
     from longweave.launch import Ranks
     from longweave.tools.bench import pool
-    from longweave.tools.bench.pool_table import pool_table
+    from longweave.tools.bench.tables import pool_table
 
     said = []
     with Ranks(ranks, timeout=3600) as workers:
