@@ -46,7 +46,7 @@ docs: $(INSTALLED)
 	@echo "open site/index.html"
 
 bench: $(INSTALLED)
-	for what in plan host attention packed compare linear pool; do $(BIN)/longweave bench $$what; done
+	for what in plan host attention packed compare linear pool peers; do $(BIN)/longweave bench $$what; done
 
 # torch goes first and alone: a range in another package's requirements would otherwise choose a newer build. What runs
 # on GPUs, and in tests without one, comes without its own requirements for the same reason. A triton that torch has

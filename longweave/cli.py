@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from longweave import __version__
 from longweave.errors import LongweaveError
 from longweave.extras import require
 from longweave.plan import Shape
-from longweave.tools import charts
-from longweave.tools.progress import running_clock
-from longweave.tools.signals import end_on_sigterm
+from longweave.tools.bench_commands import bench
+from longweave.tools.terminal import console, end_on_sigterm, errors, running_clock
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Context parallelism for PyTorch.")
-bench = typer.Typer(no_args_is_help=True, help="Measure here: ratios from one run.")
 app.add_typer(bench, name="bench")
-WIDE = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140  # tables in pipes are not squeezed to 80 columns
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-console = Console(width=WIDE)
-errors = Console(stderr=True, soft_wrap=True)
-
-
-def _picture(path: Path | None) -> Path | None:
-    """One that cannot be drawn is refused now, not after minutes of measuring."""
-    if path is not None:
-        require("matplotlib")
-        try:
-            charts.prepare(path)
-        except LongweaveError as error:
-            raise typer.BadParameter(str(error)) from error
-    return path
-
-
-PICTURE = typer.Option(None, "--picture", callback=_picture, help="Also draw it to this file, such as b.png.")
 
 
 def _version(wanted: bool) -> None:
@@ -54,12 +33,6 @@ def main(
     """Context parallelism for PyTorch."""
     if not UNDER_TORCHRUN:  # whose ranks may be deep in a wait, where only the default action is quick
         end_on_sigterm()
-
-
-@bench.callback()
-def bench_progress(ctx: typer.Context) -> None:
-    """Measure here: ratios from one run."""
-    ctx.with_resource(running_clock(console, f"bench {ctx.invoked_subcommand}: measuring"))
 
 
 @app.command("plan", context_settings={"ignore_unknown_options": True})  # -5 is a wrong length, not an option
@@ -215,7 +188,7 @@ def audit(
     `lw.audit` does the same for a step of your own. Exit code 0: right. 1: a fault was named. 2: not understood.
     """
     require("transformers")
-    ctx.with_resource(running_clock(console, "audit: loading torch and starting ranks"))
+    ctx.with_resource(running_clock("audit: loading torch and starting ranks"))
     from longweave.tools.audit import command
 
     for name, value, known in (("model", model, command.FAMILIES), ("way", way, command.WAYS)):
@@ -235,164 +208,6 @@ def audit(
             json.write_text(report.as_json() + "\n")
             typer.echo(f"wrote {json}")
     raise typer.Exit(0 if report.ok else 1)
-
-
-@bench.command("attention")
-def bench_attention(
-    tokens: list[int] = typer.Argument(None, min=2, help="Document lengths; 8192 16384 by default."),  # noqa: B008
-    picture: Path = PICTURE,
-) -> None:
-    """Softmax attention of one causal document on 2 and 4 local ranks."""
-    from longweave.tools.bench import attention
-
-    lengths = tokens or [8192, 16384]
-    table = Table(title="one causal document, forward + backward, float32, 8:2 heads, d 64, one thread a rank")
-    for column in ("tokens", "ranks", "what", "seconds", "speed-up", "over"):
-        table.add_column(column, justify="left" if column in ("what", "over") else "right")
-    for length in lengths:
-        for row in attention.run(length):
-            table.add_row(
-                str(row.tokens), str(row.ranks), row.what, f"{row.seconds:.3f}", f"{row.ratio:.2f}", row.against
-            )
-    console.print(table)
-    console.print(attention.timelines(lengths[0]))
-    if picture:
-        typer.echo(charts.draw_timelines(attention.recorded_timelines(lengths[0]), picture))
-
-
-@bench.command("packed")
-def bench_packed(
-    tokens: list[int] = typer.Argument(None, min=64, help="Pack sizes; 8192 32768 by default."),  # noqa: B008
-    picture: Path = PICTURE,
-) -> None:
-    """Packed documents on 2 and 4 local ranks: group-cast, all-gather, ring and one process. Takes minutes."""
-    from longweave.tools.bench import packed
-
-    typer.echo("packed causal documents, forward + backward, float32, 8:2 heads, d 64, one thread a rank;")
-    typer.echo(f"{packed.PLANNED_FOR}; group-cast in seconds, and how many times faster it is")
-    columns = "documents,tokens,ranks,groupcast s,over 1 process x 2 threads,over allgather,over ring"
-    titles = [*columns.split(","), "MB received", "MB all-gather"]
-    typer.echo("  ".join(titles))
-    rows = []
-    for length in tokens or [8192, 32768]:
-        for kind in ("lognormal", "giant"):
-            for row in packed.run(length, kind):  # minutes: every row is shown when it is there
-                rows.append(row)
-                ratios = (row.one_process, row.allgather, row.ring)
-                cells = [row.kind, str(row.tokens), str(row.ranks), f"{row.groupcast:.3f}"]
-                cells += [f"{other / row.groupcast:.2f}" for other in ratios]
-                cells += [f"{row.mb_groupcast:.2f}", f"{row.mb_allgather:.2f}"]
-                typer.echo("  ".join(cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)))
-    if picture:
-        typer.echo(charts.draw_bars(packed.packed_panels(rows), picture))
-
-
-@bench.command("compare")
-def bench_compare(
-    tokens: int = typer.Argument(32768, min=64),
-    ranks: int = typer.Option(4, min=1, max=1024),
-    picture: Path = PICTURE,
-) -> None:
-    """Packed documents: traffic, balance and memory of all-gather, ring and group-cast."""
-    from longweave.tools.bench import packed
-
-    typer.echo(packed.PLANNED_FOR)
-    title = f"{tokens} tokens of log-normal documents on {ranks} ranks, one forward, worst rank"
-    table = Table(title=title)
-    for column in ("strategy", "layout", "tokens received", "imbalance", "MB kept with inputs", "MB peak over inputs"):
-        table.add_column(column, justify="left" if column in ("strategy", "layout") else "right")
-    rows = packed.compare(packed.documents("lognormal", tokens), ranks)
-    for row in rows:
-        numbers = (f"{row.imbalance:.3f}", f"{row.mb_kept:.1f}", f"{row.mb_peak:.1f}")
-        table.add_row(row.strategy, row.layout, str(row.tokens_received), *numbers)
-    console.print(table)
-    if picture:
-        typer.echo(charts.draw_bars(packed.compare_panels(rows), picture, title))
-
-
-@bench.command("plan")
-def bench_plan() -> None:
-    """How long planning a batch takes on this host."""
-    from longweave.tools.bench import host
-
-    table = Table(title="planning, one thread; every batch pays")
-    for column in ("what", "ms", "target ms"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for row in host.planning():
-        table.add_row(row.what, f"{row.ms:.1f}", f"{row.target_ms:.0f}")
-    console.print(table)
-
-
-@bench.command("host")
-def bench_host(rounds: int = typer.Option(300, min=1, help="Calls of each kind.")) -> None:
-    """Host time of one layer call on tiny tensors, on 2 local ranks."""
-    from longweave.tools.bench import host
-
-    table = Table(title="one layer call on 128 tokens a rank, 2 ranks, one thread each, float32; median")
-    for column in ("what", "documents", "layout", "forward ms", "forward + backward ms"):
-        table.add_column(column, justify="left" if column in ("what", "layout") else "right")
-    for call in host.layer_calls(rounds):
-        times = (f"{call.forward:.2f}", f"{call.forward_and_backward:.2f}")
-        table.add_row(call.name, str(call.documents), call.layout, *times)
-    console.print(table)
-    console.print(f"of which the flight recorder takes {1e6 * host.recorder_seconds():.2f} µs a call")
-
-
-@bench.command("linear")
-def bench_linear(
-    tokens: list[int] = typer.Argument(None, min=16, help="Lengths for the methods; 4096 to 65536 by default."),  # noqa: B008
-    plot: Path = typer.Option(Path("out/linear.png"), help="Where the plot of the methods goes."),  # noqa: B008
-) -> None:
-    """The gated delta rule: against Hugging Face's torch form, over lengths, and by every method on 2 local ranks."""
-    require("transformers", "matplotlib")
-    from longweave.tools.bench import linear
-
-    table = Table(title="gated delta rule, float32, 4 heads, 128 × 128, one thread a process unless said")
-    for column in ("what", "seconds", "ratio", "goal", "over"):
-        table.add_column(column, justify="left" if column in ("what", "over") else "right")
-    for row in (*linear.against_hugging_face(), linear.growth(), linear.two_ranks()):
-        table.add_row(row.what, f"{row.seconds:.3f}", f"{row.ratio:.2f}", row.goal, row.against)
-    console.print(table)
-    rows = linear.methods(tokens or [4096, 8192, 16384, 32768, 65536])
-    table = Table(title="one document in zigzag on 2 ranks, forward + backward")
-    for column in ("tokens", "method", "MiB sent by the busiest rank", "seconds"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for line in rows:
-        table.add_row(str(line.tokens), line.method, f"{line.bytes_sent / 2**20:.2f}", f"{line.seconds:.3f}")
-    console.print(table)
-    linear.plot(rows, plot)
-    console.print(f"plot: {plot}")
-
-
-@bench.command("pool")
-def bench_pool(
-    ranks: int = typer.Option(2, min=2, help="Local ranks, one thread each; no more than cores."),
-    rows: int = typer.Option(2, min=1, help="Of a rank in a step."),
-    steps: int = typer.Option(8, min=1, help="With new lengths in each."),
-    longest: int = typer.Option(8192, min=16, help="Tokens of the longest row."),
-    seed: int = typer.Option(0, help="Of the lengths."),
-    rounds: int = typer.Option(2, min=1, help="Of each step, of which the best counts: for machines that are shared."),
-    picture: Path = PICTURE,
-) -> None:
-    """DDP against DDP with `lw.pool`, on rows of very different lengths and on equal ones. Takes minutes."""
-    require("transformers")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which measures memory, would tell that it does
-    from longweave.launch import Ranks
-    from longweave.tools.bench import pool
-    from longweave.tools.bench.pool_table import pool_panels, pool_table
-
-    said, panels = [], []
-    with Ranks(ranks, timeout=3600) as workers:
-        sizes = {"ranks": ranks, "rows": rows, "steps": steps, "longest": longest, "seed": seed, "rounds": rounds}
-        for workload in pool.workloads(**sizes):
-            lines = pool.run(workload, workers)
-            console.print(pool_table(lines))
-            said += pool.verdict(lines)
-            panels += pool_panels(lines)
-    for line in said:
-        typer.echo(line)
-    if picture:
-        typer.echo(charts.draw_bars(panels, picture, columns=2))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_linear(tmp_path: Path) -> None:
     assert sent[256, "gather"] == 2 * sent[128, "gather"]
     linear.plot(rows, tmp_path / "made" / "plot.png")
     assert (tmp_path / "made" / "plot.png").stat().st_size > 1000
-    assert linear.local_pass("ours", 64, backward=True, rounds=1) > 0
+    assert linear.local_pass(64, backward=True, rounds=1) > 0
 
 
 def test_plan() -> None:

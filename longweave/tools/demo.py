@@ -18,7 +18,7 @@ from longweave.tools.draw import draw_layout
 from longweave.tools.planning import PlanRequest
 from longweave.tools.planning.page import make_page
 from longweave.tools.planning.picture import draw_plan
-from longweave.tools.signals import end_on_sigterm
+from longweave.tools.terminal import end_on_sigterm
 from longweave.tools.timeline import Timeline
 from longweave.tools.train.failures import TrainingError
 from longweave.tools.train.loop import TIMELINE, TrainConfig

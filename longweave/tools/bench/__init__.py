@@ -14,21 +14,23 @@ import torch
 import torch.distributed as dist
 
 
+def together(call: Callable[[], object]) -> float:
+    """Seconds of one call; on several ranks, which start together, those of the slowest."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several:
+        dist.barrier()
+    begin = time.perf_counter()
+    call()
+    took = torch.tensor(time.perf_counter() - begin)
+    if several:
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
 def seconds(call: Callable[[], object], rounds: int = 3) -> float:
     """Best of `rounds`, after one warm-up; on several ranks the time of the slowest."""
     call()
-    best = float("inf")
-    for _ in range(rounds):
-        together = dist.is_initialized() and dist.get_world_size() > 1
-        if together:
-            dist.barrier()
-        begin = time.perf_counter()
-        call()
-        took = torch.tensor(time.perf_counter() - begin)
-        if together:
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-        best = min(best, float(took))
-    return best
+    return min(together(call) for _ in range(rounds))
 
 
 def median_seconds(call: Callable[[], object], rounds: int) -> float:
