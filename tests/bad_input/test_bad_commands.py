@@ -58,6 +58,8 @@ BAD = {
     "bench packed 0": "TOKENS",
     "bench compare 0": "TOKENS",
     "bench compare 64 --ranks 0": "--ranks",
+    "bench compare 64 --picture p.xyz": "ends in one of",
+    "bench pool --picture /proc/x.png": "cannot be written",
     "bench host --rounds 0": "--rounds",
     "bench linear 0": "TOKENS",
     "bench pool --ranks 1": "--ranks",
