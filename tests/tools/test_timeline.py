@@ -17,7 +17,7 @@ from longweave.tools import charts
 from longweave.tools.bench import attention
 from longweave.tools.bench.packed import Footprint, PackedTimes, compare_panels, packed_panels
 from longweave.tools.bench.pool import PoolTime, PoolWorkload
-from longweave.tools.bench.pool_table import pool_panels
+from longweave.tools.bench.tables import pool_panels
 from longweave.tools.timeline import BUSY, WAITING, Lane, SentExchange, StepRecorder, TimedInterval, Timeline, recording
 from longweave.tools.train.loop import TIMELINE, TrainConfig
 from longweave.tools.train.run import draw, train_and_show
