@@ -262,14 +262,15 @@ class Watcher:
             return
         whereabouts.publish(ledger)
         now, limit = time.monotonic(), wait_limit()
+        silent_after = max(limit, SILENT_BEATS * interval())  # a limit of less than that tells nothing of signs of life
         since, on_device = ledger.waiting, _device_waits(ledger)
         if since is not None and now - since >= BEAT:
             waited = now - max(since, self._resumed)
-            reason = whereabouts.verdict(ledger, waited, limit, limit, ledger.is_patient)
+            reason = whereabouts.verdict(ledger, waited, limit, silent_after, ledger.is_patient)
             if reason is not None and ledger.waiting == since:
                 give_up(ledger, reason)
         elif since is None and on_device is not None and now - on_device >= limit:
-            reason = whereabouts.verdict(ledger, now - on_device, limit, limit, patient=True)
+            reason = whereabouts.verdict(ledger, now - on_device, limit, silent_after, patient=True)
             if reason is not None:
                 give_up(ledger, reason)
 
