@@ -15,7 +15,12 @@ from longweave.plan import Shape
 from longweave.tools.bench_commands import bench
 from longweave.tools.terminal import console, end_on_sigterm, errors, running_clock
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Context parallelism for PyTorch.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Context parallelism for PyTorch.",
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 app.add_typer(bench, name="bench")
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -38,7 +43,7 @@ def main(
 @app.command("plan", context_settings={"ignore_unknown_options": True})  # -5 is a wrong length, not an option
 def plan(
     lengths: list[str] = typer.Argument(None, help="Document lengths, such as 137 2041 89."),  # noqa: B008
-    lengths_file: Path = typer.Option(None, help="Read them from a .txt, .json, .csv or .npy file."),  # noqa: B008
+    lengths_file: Path = typer.Option(None, help="Read them from a .txt, .json, .csv or .npy file; - is stdin."),  # noqa: B008
     ranks: int = 4,
     mask: str = typer.Option("causal", help="causal, full, or shared-prefix (the first document is a prompt)."),
     window: int = typer.Option(None, help="Tokens that a token sees, itself included; all by default."),
@@ -59,7 +64,8 @@ def plan(
         given = command.given_lengths(lengths, lengths_file)
         asked = PlanRequest(given, ranks, mask, window, layout, strategy, shape, node_size)
         with Console(stderr=True).status("planning") as status:
-            for text in command.outputs(asked, picture, html, lambda what: status.update(f"planning {what}")):
+            tell = lambda what: status.update(f"planning {what}")  # noqa: E731
+            for text in command.outputs(asked, picture, html, console.width, tell):
                 typer.echo(text)
     except LongweaveError as error:
         errors.print(str(error), style="red", markup=False)

@@ -269,10 +269,17 @@ def _check_rows(rows: object, total: int) -> Ints:
 def _check_area(rows: Ints) -> None:
     """Pairs are counted in 64 bits."""
     queries, keys = (rows[:, sl.Q1] - rows[:, sl.Q0]).astype(float), (rows[:, sl.K1] - rows[:, sl.K0]).astype(float)
-    if len(rows) and (keys.max() > MOST_KEYS or (queries * keys).sum() > MOST_KEYS**2):
+    if not len(rows):
+        return
+    if keys.max() > MOST_KEYS:
         raise InputError(
-            f"a slice of the mask has {int(queries.max())} queries and {int(keys.max())} keys, whose pairs cannot be "
-            f"counted in 64 bits; give documents of at most {MOST_KEYS} tokens"
+            f"a slice of the mask has {int(keys.max())} keys; give documents of at most {MOST_KEYS} tokens"
+        )
+    pairs = (queries * keys).sum()
+    if pairs > MOST_KEYS**2:
+        raise InputError(
+            f"the mask has up to {pairs:.2g} pairs of query and key, which cannot be counted in 64 bits; "
+            "give fewer documents, or shorter ones"
         )
 
 

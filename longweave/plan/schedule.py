@@ -230,6 +230,9 @@ class RankReport:
     kernel_tasks: int
 
 
+MOST_RANKS_SHOWN = 128  # in a printed report
+
+
 @dataclass(frozen=True)
 class Report:
     """See `Plan.report`. Bytes are for the shape that the plan was made for; `print` gives a table."""
@@ -270,8 +273,10 @@ class Report:
         lines += [
             f"{r.rank:4d}{r.tokens:10d}{r.area:16d}{r.tokens_received:12d}{r.tokens_sent:12d}"
             f"{r.bytes_received / 1e6:13.2f}{r.kernel_tasks:7d}"
-            for r in self.ranks
+            for r in self.ranks[:MOST_RANKS_SHOWN]
         ]
+        if len(self.ranks) > MOST_RANKS_SHOWN:
+            lines.append(f"   … {len(self.ranks) - MOST_RANKS_SHOWN} more ranks")
         return "\n".join(lines)
 
 

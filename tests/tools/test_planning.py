@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -33,7 +35,7 @@ BAD = {
     "word.txt": ("41 x", "length 1 is 'x', which is not a valid integer"),
     "float.txt": ("41 2.5", "length 1 is '2.5'"),
     "minus.txt": ("41 -2", "length 1 is -2; lengths are 0 or more"),
-    "empty.txt": ("# nothing", "lengths has shape (0,)"),
+    "empty.txt": ("# nothing", "there are no lengths"),
     "long.txt": ("9" * 5000, "length 0 is"),
     "float.json": ("[1, 2.5]", "lengths holds floats, not ints"),
     "bool.json": ("[1, true]", "lengths holds bools, not ints"),
@@ -45,9 +47,12 @@ BAD = {
     "huge.json": ("[" + "9" * 5000 + "]", "is not a json file of ints"),
     "two.csv": ("a,b\n1,2\n", "name one of them length"),
     "short.csv": ("id,length\n1\n", "row 0 has 1 cells"),
-    "empty.csv": ("", "no rows"),
+    "twice.csv": ("length,tokens\n1,2\n", "could all be lengths; keep one"),
+    "no_rows.csv": ("\n\n", "no rows"),
+    "no_bytes.csv": ("", "it is empty"),
+    "no_bytes.npy": ("", "it is empty"),
     "binary.txt": (b"\xff\xfe\x00", "is not a txt file of ints"),
-    "not.npy": ("hello", "is not a npy file of ints"),
+    "not.npy": ("hello", "it is no array of ints; write one with np.save"),
 }
 
 
@@ -272,3 +277,36 @@ def test_errors_go_to_stderr_and_before_any_plan(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["plan", *args])
         assert (result.exit_code, result.stdout) == (2, "")
         assert said in result.stderr
+
+
+def test_lengths_from_stdin() -> None:
+    piped = CliRunner().invoke(app, ["plan", "--lengths-file", "-", "--ranks", "2"], input="41 0\n137, 9\n")
+    assert piped.exit_code == 0, piped.output
+    assert piped.stdout == CliRunner().invoke(app, ["plan", "41", "0", "137", "9", "--ranks", "2"]).stdout
+
+
+def test_of_very_many_ranks_the_first_are_shown() -> None:
+    said = CliRunner().invoke(app, ["plan", "5000", "--ranks", "2000"]).stdout.splitlines()
+    assert len(said) < 300
+    assert [line.strip() for line in said if "more ranks" in line] == ["… 1872 more ranks"] * 2
+
+
+def test_no_tokens_are_drawn_as_such() -> None:
+    assert CliRunner().invoke(app, ["plan", "0"]).stdout.splitlines()[0].split(maxsplit=1) == ["documents", "no tokens"]
+
+
+def test_a_narrow_terminal_has_a_narrow_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longweave.cli.console.width", 60)
+    drawn = CliRunner().invoke(app, ["plan", "70000", "70000"]).stdout.split("\n\n")[0]
+    assert max(map(len, drawn.splitlines())) <= 60
+
+
+def test_nodes_that_ranks_do_not_fill_are_named() -> None:
+    assert "between nodes of 3 ranks (the last has 1)" in PlanRequest(LENGTHS, 4, node_size=3).across_nodes()
+
+
+def test_a_full_disk_is_said_in_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "longweave", "plan", "41", "137"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "cannot write: No space left on device\n")

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from longweave.errors import InputError, shown
 from longweave.plan import Layout, Machine, Mask, Plan, Shape, make_plan
-from longweave.plan.ranges import check_int, check_world_size
+from longweave.plan.ranges import MOST_RANKS, check_int
 from longweave.plan.stages import exchange_matrix, plan_stages
 from longweave.tools.planning.lengths import check_lengths, cu_seqlens_of
 
@@ -31,7 +31,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         check_lengths(list(self.lengths))
-        check_world_size(self.ranks)
+        check_int("ranks", self.ranks, f"give the number of ranks, at least 1, at most {MOST_RANKS}", 1, MOST_RANKS)
         if self.node_size is not None:
             check_int("node_size", self.node_size, "give the number of ranks in a node, at least 1", 1)
         for name, value, known in (("mask", self.mask_name, MASKS), ("layout", self.layout, ("auto", *NAMED_LAYOUTS))):
@@ -90,4 +90,6 @@ class PlanRequest:
             int(matrix[i, j]) for i in range(self.ranks) for j in range(self.ranks) if node[i] == node[j]
         )
         share = f", {100 * across / total:.1f} % of all" if total else ""
-        return f"{across / 1e6:.2f} MB of it between nodes of {self.node_size} ranks{share}"
+        rest = self.ranks % self.node_size
+        nodes = f"nodes of {self.node_size} ranks" + (f" (the last has {rest})" if rest else "")
+        return f"{across / 1e6:.2f} MB of it between {nodes}{share}"

@@ -10,6 +10,8 @@ from longweave.tools.draw import draw_layout
 from longweave.tools.planning import PlanRequest
 from longweave.tools.planning.lengths import parse_lengths, read_lengths
 
+BESIDE = 26  # columns that the layout needs beside its drawing
+
 
 def given_lengths(words: Sequence[str] | None, path: Path | None) -> tuple[int, ...]:
     """Lengths that were typed, or those of a file."""
@@ -26,13 +28,13 @@ def given_lengths(words: Sequence[str] | None, path: Path | None) -> tuple[int, 
 
 
 def outputs(
-    request: PlanRequest, picture: Path | None, html: Path | None, tell: Callable[[str], None]
+    request: PlanRequest, picture: Path | None, html: Path | None, width: int, tell: Callable[[str], None]
 ) -> Iterator[str]:
-    """What to print, as it comes; files are written on the way."""
+    """What to print, as it comes, for a terminal of `width` columns; files are written on the way."""
     for option, path in (("--picture", picture), ("--html", html)):
         _check_file(option, path)
     plan = request.plan
-    yield draw_layout(plan.layout, plan.mask.cu_seqlens, width=80)
+    yield draw_layout(plan.layout, plan.mask.cu_seqlens, width=min(80, max(width - BESIDE, 10)))
     yield f"\n{plan.report()}"
     if request.node_size is not None:
         yield request.across_nodes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -34,7 +35,9 @@ def parse_lengths(words: Sequence[str], where: str = "length {}") -> list[int]:
 def check_lengths(lengths: object) -> list[int]:
     """Lengths, really ints, none negative, that make a pack."""
     array = as_ints(lengths, "lengths", REMEDY)
-    if array.ndim != 1 or not array.size:
+    if not array.size:
+        raise InputError(f"there are no lengths; {REMEDY}")
+    if array.ndim != 1:
         raise InputError(f"lengths has shape {array.shape}; {REMEDY}")
     found: list[int] = array.tolist()
     for i, length in enumerate(found):
@@ -51,12 +54,17 @@ def cu_seqlens_of(lengths: Sequence[int]) -> list[int]:
 
 def read_lengths(path: Path) -> list[int]:
     """The lengths of a file: `.txt` (ints between spaces, commas or line ends; # comments), `.json` (a list, or an
-    object with "lengths"), `.csv` (one column, or one that is named like lengths), `.npy` (a row of ints).
+    object with "lengths"), `.csv` (one column, or one that is named like lengths), `.npy` (a row of ints); "-" is text
+    from standard input.
     """
+    if str(path) == "-":
+        return parse_lengths(_words(sys.stdin.read()))
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise InputError(f"the lengths file is {shown(str(path))}; give one that ends in {', '.join(READERS)}")
     try:
+        if path.is_file() and not path.stat().st_size:
+            raise InputError(f"it is empty; {REMEDY}")
         found = reader(path)
     except OSError as error:
         raise InputError(f"the lengths file {path} cannot be read: {error.strerror or error}") from error
@@ -71,9 +79,13 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8-sig")
 
 
+def _words(text: str) -> list[str]:
+    lines = [line.split("#")[0] for line in text.splitlines()]
+    return [word for line in lines for word in line.replace(",", " ").split()]
+
+
 def _from_txt(path: Path) -> list[int]:
-    lines = [line.split("#")[0] for line in _text(path).splitlines()]
-    return parse_lengths([word for line in lines for word in line.replace(",", " ").split()])
+    return parse_lengths(_words(_text(path)))
 
 
 def _from_json(path: Path) -> list[int]:
@@ -97,7 +109,9 @@ def _from_csv(path: Path) -> list[int]:
     if has_names:
         names = [name.strip().lower() for name in rows[0]]
         known = [i for i, name in enumerate(names) if name in COLUMNS]
-        if len(known) != 1 and len(names) > 1:
+        if len(known) > 1:
+            raise InputError(f"its columns {shown([names[i] for i in known])} could all be lengths; keep one of them")
+        if not known and len(names) > 1:
             raise InputError(f"its columns are {shown(names)}; name one of them {' or '.join(COLUMNS)}")
         column = known[0] if known else 0
     cells = rows[1:] if has_names else rows
@@ -108,7 +122,11 @@ def _from_csv(path: Path) -> list[int]:
 
 
 def _from_npy(path: Path) -> list[int]:
-    return check_lengths(np.load(path, allow_pickle=False))
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:  # whose texts speak of pickles
+        raise InputError("it is no array of ints; write one with np.save") from error
+    return check_lengths(found)
 
 
 READERS: dict[str, Callable[[Path], list[int]]] = {
