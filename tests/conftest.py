@@ -14,7 +14,7 @@ settings.register_profile("longweave", deadline=None, derandomize=True, max_exam
 settings.load_profile("longweave")
 
 
-EXAMPLES = ("hf_trainer", "own_decoder", "pooled_encoder", "rl_shared_prompt", "trl_sft")
+EXAMPLES = ("hf_loop", "hf_trainer", "own_decoder", "pooled_encoder", "rl_shared_prompt", "trl_sft")
 
 # Left to `make test-all`, so that `make test` stays short: something quicker shows the same in every run.
 SLOW = (

@@ -18,9 +18,16 @@ import longweave as lw
 from longweave.launch import Ranks
 
 FOLDER = Path(__file__).parents[2] / "examples"
-LOOPS = ("own_decoder", "pooled_encoder", "rl_shared_prompt")
+LOOPS = ("hf_loop", "own_decoder", "pooled_encoder", "rl_shared_prompt")
 TRAINERS = ("hf_trainer", "trl_sft")
-SMALL = {"own_decoder": "150", "pooled_encoder": "100", "rl_shared_prompt": "150", "hf_trainer": "80", "trl_sft": "80"}
+SMALL = {
+    "hf_loop": "150",
+    "hf_trainer": "80",
+    "own_decoder": "150",
+    "pooled_encoder": "100",
+    "rl_shared_prompt": "150",
+    "trl_sft": "80",
+}
 
 
 def arguments(name: str) -> list[str]:
