@@ -25,7 +25,9 @@ class Command:
 
 DOCUMENTS = tuple(str(1000 + 37 * i % 9000) for i in range(3000))
 COMMANDS = {
-    "plan": Command((*LONGWEAVE, "plan", *DOCUMENTS, "--ranks", "512"), 0, 1.5),
+    "plan": Command(
+        (*LONGWEAVE, "plan", *DOCUMENTS, "--ranks", "64", "--strategy", "ring", "--layout", "zigzag"), 0, 1.5
+    ),
     "train": Command((*LONGWEAVE, "train", "--steps", "100000", "--out", "out"), 2, 6.0),
     "train, starting": Command((*LONGWEAVE, "train", "--steps", "100000", "--out", "out"), 1, 0.0),
     "doctor": Command((*LONGWEAVE, "doctor"), 1),

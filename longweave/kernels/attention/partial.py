@@ -58,19 +58,6 @@ class Tasks:
         return self._made[compiler]  # type: ignore[return-value]
 
 
-def alone(q0: npt.NDArray[np.int64], q1: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """For each query range: does it share no query with any other range of the list?"""
-    order = np.argsort(q0, kind="stable")
-    starts, stops = q0[order], q1[order]
-    reach = np.maximum.accumulate(stops)
-    free = np.ones(len(order), dtype=bool)
-    free[1:] &= starts[1:] >= reach[:-1]
-    free[:-1] &= reach[:-1] <= starts[1:]
-    result = np.empty_like(free)
-    result[order] = free
-    return result
-
-
 @dataclass
 class Partial:
     """Results so far. out: (queries, heads, v_dim), lse: (heads, queries)."""
@@ -105,13 +92,6 @@ class Partial:
         lse = torch.where(lse < torch.inf, lse, -torch.inf)
         share = torch.where(lse > -torch.inf, torch.sigmoid(lse - total), 0.0)
         mine.lerp_(out.to(mine.dtype), share.t()[..., None])
-        total.copy_(torch.logaddexp(total, lse))
-
-    def add_seen(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
-        """As `add`, where every query saw something: fewer passes over a CPU's memory."""
-        mine, total = self.out[q0:q1], self.lse[:, q0:q1]
-        lse = lse.to(total.dtype)
-        mine.lerp_(out.to(mine.dtype), torch.sigmoid(lse - total).t()[..., None])
         total.copy_(torch.logaddexp(total, lse))
 
     def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:

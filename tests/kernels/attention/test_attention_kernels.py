@@ -21,7 +21,9 @@ def pairs(calls: tuple[cpu_flash.FlashCall, ...], total: int) -> np.ndarray:
     for c in calls:
         distance = np.arange(c.k1 - c.k0)[None, :] - np.arange(c.q1 - c.q0)[:, None]
         low, high = c.band or (-(1 << 40), 0 if c.causal else 1 << 40)
-        seen[c.q0 : c.q1, c.k0 : c.k1] += (distance >= low) & (distance <= high)
+        for shift in range(0, c.blocks * c.step, c.step) if c.blocks > 1 else [0]:
+            block = seen[c.q0 + shift : c.q1 + shift, c.k0 + shift : c.k1 + shift]
+            block += (distance >= low) & (distance <= high)
     return seen
 
 
@@ -31,8 +33,7 @@ def test_calls_cover_every_pair_once(name: str) -> None:
     calls = cpu_flash.compile_calls(fuse(mask.rows))
     assert np.array_equal(pairs(calls, mask.total), mask.dense().astype(int))
     for i, call in enumerate(calls):
-        shared = any(j != i and c.q0 < call.q1 and call.q0 < c.q1 for j, c in enumerate(calls))
-        assert call.alone == (not shared)
+        assert call.first == (not any(c.q0 < call.reach and call.q0 < c.reach for c in calls[:i]))
 
 
 @pytest.mark.parametrize("backend", ["cpu_flash", "reference"])
@@ -52,12 +53,17 @@ def test_against_dense(name: str, backend: str) -> None:
             assert worst(got, expected[which]) < 1e-12, which
 
 
-def test_middle_sized_causal_tasks_go_by_strips() -> None:
-    causal = lambda n: cpu_flash.compile_calls(lw.Mask.causal([0, n]).rows)  # noqa: E731
-    assert len(causal(1000)) == 8
-    assert all(call.q1 - call.q0 <= 128 and not call.causal for call in causal(1000))
-    assert [call.causal for call in causal(200)] == [True]
-    assert [call.causal for call in causal(5000)] == [True]
+@pytest.mark.parametrize("size", [1, 63, 127, 128, 129, 191, 256, 700, 1000, 1025])
+@pytest.mark.parametrize(("before", "behind"), [(0, 0), (5, 0), (0, 70), (300, 3)])
+def test_triangles_are_halved(size: int, before: int, behind: int) -> None:
+    """`before` keys that all rows see, `behind` rows that see all keys."""
+    rows, keys = size + behind, size + before
+    mask = lw.Mask.from_slices(rows + keys, [((keys, keys + rows), (0, keys), (-(1 << 40), before - keys))])
+    calls = cpu_flash.compile_calls(mask.rows)
+    assert np.array_equal(pairs(calls, mask.total), mask.dense().astype(int))
+    computed = sum(c.blocks * (c.q1 - c.q0) * (c.k1 - c.k0) for c in calls)
+    assert computed <= mask.area + size * cpu_flash.LEAF, "little of it is thrown away"
+    assert len(calls) <= 2 + 0.5 * size.bit_length() ** 2
 
 
 def test_queries_that_see_nothing() -> None:

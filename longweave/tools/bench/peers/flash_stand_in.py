@@ -191,8 +191,9 @@ def _document_rows(cu_q: Tensor, cu_k: Tensor, causal: bool) -> Tasks:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float) -> tuple[Tensor, Tensor]:
     into = Partial(q.new_empty((*q.shape[:2], v.shape[-1])), q.new_full((q.shape[1], len(q)), -torch.inf))
-    if any(not call.alone for call in tasks.compiled(cpu_flash.compile_calls)):
-        into.out.zero_()  # some results are merged, not written
+    calls = tasks.compiled(cpu_flash.compile_calls)
+    if sum(call.reach - call.q0 for call in calls if call.first) < len(q):
+        into.out.zero_()  # some results are merged with nothing, not written
     cpu_flash.forward(into, q, k, v, tasks, scale, fresh=True)
     return into.out, into.lse
 
