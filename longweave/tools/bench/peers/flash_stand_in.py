@@ -1,10 +1,11 @@
-"""ring-flash-attention on CPUs: the package as it is installed, over our kernel in place of flash_attn's.
+"""ring-flash-attention on CPUs: the package as it is installed, over torch's kernel in place of flash_attn's.
 
-    ring_flash_attn  ──▶  flash_attn.flash_attn_interface  =  stand-ins  ──▶  longweave.kernels.attention.cpu_flash
+    ring_flash_attn  ──▶  flash_attn.flash_attn_interface  =  stand-ins  ──▶  torch's flash attention for CPUs
 
-Both sides of a race then compute with the same kernel, so that only messages and the code around it differ. The
-stand-ins are in `sys.modules` while the package is imported, and no longer: nothing else takes them for flash_attn.
-They serve float32 without dropout, windows, softcap and ALiBi.
+Both sides of a race then compute with the same kernel. The package calls it as it calls flash_attn's: causal parts in
+the kernel's own causal mode. Ours cuts them into squares (`kernels.attention.cpu_flash`), which belongs to the
+comparison as messages, adds and balance do. The stand-ins are in `sys.modules` while the package is imported, and no
+longer: nothing else takes them for flash_attn. They serve float32 without dropout, windows, softcap and ALiBi.
 
 In float32, 0.1.8's zigzag backward overwrites its own sums (`_Buffer`); here it does not, at the price of a copy.
 """
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from longweave.kernels.attention import cpu_flash
-from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, Tasks
+from longweave.kernels.attention.cpu_flash import FlashCall
+from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, TaskRows, Tasks
 
 PACKAGE = "ring_flash_attn"
 
@@ -34,7 +36,7 @@ class AbsentError(Exception):
 
 
 def ring_flash_attention() -> Any:
-    """The package, imported over our kernel. Raises `AbsentError` if it is not installed or does not import."""
+    """The package, imported over torch's kernel. Raises `AbsentError` if it is not installed or does not import."""
     if PACKAGE in sys.modules:
         return sys.modules[PACKAGE]
     if find_spec(PACKAGE) is None:
@@ -164,16 +166,37 @@ def varlen_backward(
     _attend_backward((dq, dk, dv), QuerySide(dout, q, out, softmax_lse), k, v, tasks, softmax_scale)
 
 
-# -- our kernel ------------------------------------------------------------------------------------------
+# -- torch's kernel --------------------------------------------------------------------------------------
 
 Row = tuple[int, int, int, int, int, int]
 _tasks: dict[tuple[Row, ...], Tasks] = {}  # of the few calls of a race; dies with the worker process
 
 
+class WholeTasks(Tasks):
+    """One call for what all rows see, and one in causal mode for the triangle behind it."""
+
+    __slots__ = ()
+
+    def compiled(self, compiler: Any) -> Any:
+        return super().compiled(_whole_calls)
+
+
+def _whole_calls(rows: TaskRows) -> tuple[FlashCall, ...]:
+    calls = []
+    for q0, q1, k0, k1, _, hi in rows.tolist():
+        causal = hi < NO_LIMIT
+        diagonal = max(k0, q0 + hi) if causal else k1
+        if diagonal > k0:
+            calls.append(FlashCall(q0, q1, k0, diagonal, first=True))
+        if causal:
+            calls.append(FlashCall(q0, q1, diagonal, k1, True, first=diagonal == k0))
+    return tuple(calls)
+
+
 def _known(rows: tuple[Row, ...]) -> Tasks:
     """Tasks remember the kernel calls that they become: the peer pays for that once, as a pack does."""
     if rows not in _tasks:
-        _tasks[rows] = Tasks(rows)  # type: ignore[arg-type]
+        _tasks[rows] = WholeTasks(rows)  # type: ignore[arg-type]
     return _tasks[rows]
 
 
@@ -191,9 +214,6 @@ def _document_rows(cu_q: Tensor, cu_k: Tensor, causal: bool) -> Tasks:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float) -> tuple[Tensor, Tensor]:
     into = Partial(q.new_empty((*q.shape[:2], v.shape[-1])), q.new_full((q.shape[1], len(q)), -torch.inf))
-    calls = tasks.compiled(cpu_flash.compile_calls)
-    if sum(call.reach - call.q0 for call in calls if call.first) < len(q):
-        into.out.zero_()  # some results are merged with nothing, not written
     cpu_flash.forward(into, q, k, v, tasks, scale, fresh=True)
     return into.out, into.lse
 
