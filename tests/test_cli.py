@@ -21,7 +21,7 @@ def test_plan_draws_and_reports(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["plan", "10", "--ranks", "0"], "world_size is 0"),
+        (["plan", "10", "--ranks", "0"], "ranks is 0"),
         (["plan", "10", "--strategy", "teleport"], "teleport"),
         (["plan", "10", "--layout", "spiral"], "spiral"),
     ],
