@@ -8,8 +8,8 @@ INSTALLED := .venv/.installed
 demo: $(INSTALLED)
 	$(BIN)/python -m longweave.tools.demo
 
-# What hardly needs ranks runs beside the rest: a second core would be idle else.
-BESIDE := tests/gpu tests/kernels tests/plan tests/tools tests/test_docs_site.py
+# In two halves, side by side: many tests keep one core busy, not two. What is sensitive to time is in the second.
+BESIDE := tests/gpu tests/kernels tests/linear tests/models tests/plan tests/softmax tests/tools tests/test_docs_site.py
 test: lint
 	@$(BIN)/python -m pytest $(BESIDE) > .venv/beside.log 2>&1 & beside=$$!; trap "kill $$beside" INT TERM; \
 	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); rest=$$?; \
@@ -50,7 +50,7 @@ docs: $(INSTALLED)
 	@echo "open site/index.html"
 
 bench: $(INSTALLED)
-	for what in plan host attention packed compare linear pool peers; do $(BIN)/longweave bench $$what; done
+	for what in plan host attention packed compare linear pool peers; do $(BIN)/longweave bench $$what || exit 1; done
 
 # torch goes first and alone: a range in another package's requirements would otherwise choose a newer build. What runs
 # on GPUs, and in tests without one, comes without its own requirements for the same reason. A triton that torch has

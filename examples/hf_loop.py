@@ -33,7 +33,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 texts = [file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
 for step in range(options.steps):
     lengths = [options.longest, options.longest // 5, options.longest // 11, 1]  # any; nothing is padded
-    documents = [torch.tensor(list(text[:n])) for text, n in zip(texts[4 * step :], lengths, strict=False)]
+    chosen = [texts[(4 * step + i) % len(texts)] for i in range(4)]
+    documents = [torch.tensor(list(text[:n])) for text, n in zip(chosen, lengths, strict=True)]
     input_ids, cu_seqlens = torch.cat(documents), [0, *accumulate(map(len, documents))]  # the same on every rank
     batch = lw.shard_batch(input_ids, cu_seqlens)  # this rank's tokens
     loss = batch.loss(model(**batch.inputs).logits)  # this rank's part of the mean over all tokens

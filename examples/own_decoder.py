@@ -44,7 +44,7 @@ embed, blocks, head = nn.Embedding(256, 64), nn.ModuleList(Block(64) for _ in ra
 model = nn.ModuleList([embed, blocks, head])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for step in range(options.steps):
-    chosen = documents[4 * step : 4 * step + 4]
+    chosen = [documents[(4 * step + i) % len(documents)] for i in range(4)]
     batch = lw.shard_batch(torch.cat(chosen), [0, *accumulate(map(len, chosen))])  # the same on every rank
     x = embed(batch.input_ids)
     for block in blocks:

@@ -42,7 +42,8 @@ embed, layers = nn.Embedding(256, 64), nn.ModuleList(Layer(64) for _ in range(2)
 model = nn.ModuleList([embed, layers])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for step in range(options.steps):
-    documents = [half for text in texts[8 * step : 8 * step + 8] for half in (text[:n], text[n:])]
+    first = 8 * step % (len(texts) - 7)
+    documents = [half for text in texts[first : first + 8] for half in (text[:n], text[n:])]
     pack = lw.Pack([0, *accumulate(map(len, documents))], mask="full")
     x = embed(pack.shard(torch.cat(documents)))
     for layer in layers:
@@ -50,7 +51,7 @@ for step in range(options.steps):
     vectors = F.normalize(lw.document_mean(x, pack), dim=-1)  # (documents, 64) on every rank
     scores = vectors[::2] @ vectors[1::2].T / 0.1
     loss = F.cross_entropy(scores, torch.arange(len(scores)))
-    (loss / pack.world_size).backward()  # every rank computes this loss: so each counts for its share
+    (loss / pack.world_size).backward()  # document_mean brings every rank's loss to all tokens: each is a share
     lw.reduce_gradients(model)
     optimizer.step()
     optimizer.zero_grad()

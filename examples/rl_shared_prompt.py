@@ -28,7 +28,7 @@ model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128, hidden_size
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 for step in range(options.steps):
-    prompt = torch.tensor([byte % 128 for byte in files[step].read_bytes()[: options.longest]])
+    prompt = torch.tensor([byte % 128 for byte in files[step % len(files)].read_bytes()[: options.longest]])
     generator = torch.Generator().manual_seed(step)  # the same answers on every rank
     with torch.no_grad():  # 32 answers of 8 to 23 tokens: a sampler of your own, such as vLLM, stands here
         last = model(prompt[None, -64:]).logits[0, -1].softmax(0)
@@ -44,7 +44,7 @@ for step in range(options.steps):
     logprobs = batch.logprobs(model(**batch.inputs).logits)  # of all tokens in their order, on every rank
     lengths = torch.tensor([len(branch) for branch in branches])
     weights = torch.cat([torch.zeros(len(prompt) - 1), advantages.repeat_interleave(lengths)])
-    loss = -(weights * logprobs).sum() / sum(map(len, answers))  # alike on every rank, so nothing is to be divided
+    loss = -(weights * logprobs).sum() / sum(map(len, answers))  # a rank's gradient is its own tokens' part
     loss.backward()
     lw.reduce_gradients(model)
     lw.restore(model)  # to sample again

@@ -13,7 +13,7 @@ from longweave.errors import LongweaveError
 from longweave.extras import require
 from longweave.plan import Shape
 from longweave.tools.bench_commands import bench
-from longweave.tools.terminal import console, end_on_sigterm, errors, running_clock
+from longweave.tools.terminal import console, end_on_sigterm, errors, running_clock, will_be_written
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -148,7 +148,9 @@ def doctor(
     device: str = typer.Option(None, help="cuda or cpu; by default cuda if there is one."),
     model: str = typer.Option("qwen3_5", help="The family of the two-layer model, as in `longweave train`."),
     json: Path = typer.Option(  # noqa: B008
-        None, help="Also write all that was found to this file, for a report; its folder is made if need be."
+        None,
+        callback=will_be_written,
+        help="Also write all that was found to this file, for a report; its folder is made if need be.",
     ),
 ) -> None:
     """Check this installation: collectives, every kernel, strategy and mixer against one process, a model, and speed.
@@ -161,12 +163,6 @@ def doctor(
     """
     if device not in (None, "cuda", "cpu"):
         raise typer.BadParameter(f"device is {device!r}; choose cuda or cpu")
-    if json is not None and os.environ.get("RANK", "0") == "0":
-        try:  # now, not after minutes of checks
-            json.parent.mkdir(parents=True, exist_ok=True)
-            json.open("a").close()
-        except OSError as error:
-            raise typer.BadParameter(f"--json {json} cannot be written: {error.strerror}") from error
     with console.status("loading torch and starting ranks") as status:  # loading takes seconds
         from longweave.tools.doctor.show import run_and_show
         from longweave.tools.train.workload import FAMILIES
@@ -187,7 +183,7 @@ def audit(
     layout: str = typer.Option("auto", help="auto, zigzag, contiguous or balanced."),
     strategy: str = typer.Option("auto", help="auto, groupcast, ring, allgather or ulysses."),
     seed: int = 0,
-    json: Path = typer.Option(None, help="Also write the report to this file."),  # noqa: B008
+    json: Path = typer.Option(None, callback=will_be_written, help="Also write the report to this file."),  # noqa: B008
 ) -> None:
     """Audit a training step across ranks against one process: who sees whom, labels, positions, loss, gradients.
 
@@ -201,9 +197,8 @@ def audit(
         if value not in known:
             raise typer.BadParameter(f"{name} is {value!r}; choose one of {', '.join(known)}")
     workload = command.AuditedWorkload(model, way, tokens, layout, strategy, seed)
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     try:
-        report = command.run_under_torchrun(workload) if under_torchrun else command.run_local(workload, ranks)
+        report = command.run_under_torchrun(workload) if UNDER_TORCHRUN else command.run_local(workload, ranks)
     except LongweaveError as error:
         errors.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from error

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import longweave as lw
 from longweave.cli import app
 from longweave.launch import Ranks
 from longweave.tools.bench import peers, tables
@@ -33,6 +34,7 @@ from longweave.tools.bench.peers.results import (
     Spread,
     verdict,
 )
+from longweave.tools.terminal import check_writable
 
 INSTALLED = find_spec(flash_stand_in.PACKAGE) is not None
 
@@ -198,3 +200,25 @@ def test_the_table_names_a_race_once() -> None:
     comparison = peers.Comparison([time_of(OURS, [1.0, 2.0, 4.0]), time_of(ZIGZAG, [1.1, 2.2, 4.4])])
     table = tables.peers_table(comparison)
     assert [list(column.cells)[1] for column in table.columns][:4] == ["", "", "", ZIGZAG]
+
+
+def test_a_peer_with_nan_in_one_gradient_is_not_the_same() -> None:
+    right = torch.ones(3), torch.ones(2)
+    assert peers._difference(right, right) == ""
+    assert "computes something else" in peers._difference((right[0], torch.tensor([1.0, torch.nan])), right)
+
+
+def test_too_few_tokens_are_refused() -> None:
+    result = CliRunner().invoke(app, ["bench", "peers", "64", "--ranks", "128"])
+    assert result.exit_code == 2
+    assert "give at least two for each rank" in " ".join(result.output.split())
+
+
+def test_files_that_will_be_written_are_tried_and_not_left(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "p.json")
+    assert not any((tmp_path / "new").iterdir())
+    (tmp_path / "file").write_text("kept")
+    check_writable(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+    with pytest.raises(lw.InputError, match="cannot be written"):
+        check_writable(tmp_path / "file" / "p.json")

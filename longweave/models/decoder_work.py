@@ -17,7 +17,7 @@ from longweave.models.layers import Parts
 from longweave.plan.cost import Shape
 from longweave.plan.homing import DecoderWork
 
-CHUNK = 64  # tokens that linear layers take at once
+CHUNK = 64  # tokens that linear layers take at once, at most
 SLOWDOWN = 5.0  # of their FLOPs; on CPUs 4 (heads of 128) to 8 (heads of 32) were measured
 SUM_UP_SHARE = 0.5  # of mixing: the FLOPs of a summary, forward and backward, over those of mixing, both ways
 

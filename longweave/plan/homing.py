@@ -6,7 +6,7 @@
 Documents stay at home or go whole to the rank with the least work, the large ones first. Only what fits nowhere is cut,
 over as few ranks as have room for it, its home rank first. But for rounding, no rank gets more than the mean and
 `SLACK` of it. In models with linear layers a part can run only when the parts before it have been summed up: there the
-order of the parts is the one that waits least (`_in_chain`).
+order of the parts is the one that waits least (`_in_chain`), and what summing up costs is shared and comes on top.
 
 A balanced layout is taken where the slowest rank saves more than moving tokens and K/V costs.
 """
@@ -163,7 +163,9 @@ def _place_cut(
         curve = _Curve(int(documents.lengths[document]), work, documents.is_causal)
         shares = _divide(float(documents.amounts[document]), room, int(documents.brought_by[document]), slack)
         if work.is_chained:
-            shares = _in_chain(shares, curve, uncut, work.flops_to_sum_up)
+            given, shares = shares, _in_chain(shares, curve, uncut, work.flops_to_sum_up)
+            if len(shares) > len(given):  # the first rank begins and ends it, and all have the summing up on top
+                room[[rank for rank, _ in given]] -= shares[0][1] + shares[-1][1] - given[0][1]
         parts += [(rank, begin + a, begin + b) for rank, a, b in _spans(shares, curve, grain)]
     return parts
 

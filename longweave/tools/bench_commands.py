@@ -11,7 +11,7 @@ from rich.table import Table
 from longweave.errors import LongweaveError
 from longweave.extras import require
 from longweave.tools import charts
-from longweave.tools.terminal import console, running_clock
+from longweave.tools.terminal import console, running_clock, will_be_written
 
 bench = typer.Typer(no_args_is_help=True, help="Measure here: ratios from one run.")
 
@@ -116,7 +116,7 @@ def bench_peers(
     rounds: int = typer.Option(7, min=1, help="In which all take turns."),
     only: list[str] = typer.Option(None, help="document, packed, delta or step; may be given several times."),  # noqa: B008
     picture: Path = PICTURE,
-    json: Path = typer.Option(None, help="Also write everything to this file."),  # noqa: B008
+    json: Path = typer.Option(None, callback=will_be_written, help="Also write everything to this file."),  # noqa: B008
 ) -> None:
     """Ours beside ring-flash-attention, torch, Hugging Face, DDP and one process, in one run. Takes minutes."""
     from longweave.tools.bench import peers, tables
@@ -124,9 +124,14 @@ def bench_peers(
     if unknown := [name for name in only or () if name not in peers.CASES]:
         raise typer.BadParameter(f"only is {unknown[0]!r}; choose from {', '.join(peers.CASES)}")
     comparison = peers.Comparison()
-    cases = [peers.CASES[name] for name in only or peers.CASES]
-    peers.run(peers.races(tokens, ranks, rounds, cases), comparison)
-    console.print(tables.peers_table(comparison))
+    try:
+        wanted = peers.races(tokens, ranks, rounds, [peers.CASES[name] for name in only or peers.CASES])
+    except LongweaveError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        peers.run(wanted, comparison)
+    finally:  # what was measured is shown whatever came then
+        console.print(tables.peers_table(comparison))
     for line in (*tables.missing_lines(comparison), *comparison.verdicts):
         typer.echo(line)
     if picture:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longweave.errors import BackendError, InputError
+from longweave.errors import BackendError
+from longweave.tools.terminal import check_writable
 
 if TYPE_CHECKING:  # a picture of a plan needs no torch
     from longweave.tools.timeline import TimedInterval, Timeline
@@ -46,11 +47,7 @@ def check_picture(path: Path) -> Any:
 def prepare(path: Path) -> None:
     """Before anything is measured: raises if the picture could not be written then."""
     check_picture(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-    except OSError as error:
-        raise InputError(f"--picture {path} cannot be written: {error.strerror}; give another file") from error
+    check_writable(path)
 
 
 def save_figure(figure: Any, path: Path) -> str:

@@ -28,7 +28,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from longweave.comm.exchange import Group, resolve
 
@@ -194,44 +193,54 @@ def recording(group: Group, model: nn.Module | None = None) -> Iterator[StepReco
         lane = recorder.stop()
     """
     ledger = resolve(group).ledger
-    sharded = [] if model is None else [part for part in model.modules() if isinstance(part, FSDPModule)]
     if dist.is_initialized():
         dist.barrier()
     recorder = StepRecorder()
-    gather, scatter = _NotedAllGather(recorder), _NotedReduceScatter(recorder)
-    ledger.observer = recorder
+    observed, ledger.observer = ledger.observer, recorder
     try:
-        for part in sharded:
-            part.set_custom_all_gather(gather)
-            part.set_custom_reduce_scatter(scatter)
-        yield recorder
+        with _noted_collectives(model, recorder):
+            yield recorder
     finally:
-        ledger.observer = None
-        for part in sharded:
-            part.set_custom_all_gather(DefaultAllGather())
-            part.set_custom_reduce_scatter(DefaultReduceScatter())
+        ledger.observer = observed
 
 
-class _NotedAllGather(DefaultAllGather):
-    """FSDP2's own, which waits where it is called unless streams overlap it."""
+@contextmanager
+def _noted_collectives(model: nn.Module | None, recorder: StepRecorder) -> Iterator[None]:
+    """FSDP2's collectives, its own or a user's, wait where they are called unless streams overlap them."""
+    noted = []
+    for part in model.modules() if model is not None else ():
+        for sharded in _sharded_parameters(part) if isinstance(part, FSDPModule) else ():
+            gather, scatter = sharded._all_gather_comm, sharded._reduce_scatter_comm
+            noted.append((sharded, gather, scatter))
+            sharded._all_gather_comm = _NotedCollective(gather, recorder, "FSDP2, all-gather")
+            sharded._reduce_scatter_comm = _NotedCollective(scatter, recorder, "FSDP2, reduce-scatter")
+    try:
+        yield
+    finally:
+        for sharded, gather, scatter in noted:
+            sharded._all_gather_comm, sharded._reduce_scatter_comm = gather, scatter
 
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        with self._recorder.waits("FSDP2, all-gather"):
-            return super().__call__(*args, **kwargs)
+def _sharded_parameters(part: FSDPModule) -> list[Any]:
+    """FSDP2's groups of parameters; older versions of torch have one at most."""
+    state: Any = part._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-class _NotedReduceScatter(DefaultReduceScatter):
-    """Likewise."""
+class _NotedCollective:
+    """Stands before another one, whatever that has."""
 
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, inner: Any, recorder: StepRecorder, what: str) -> None:
+        self._inner, self._recorder, self._what = inner, recorder, what
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
-        with self._recorder.waits("FSDP2, reduce-scatter"):
-            return super().__call__(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._recorder.waits(self._what):
+            return self._inner(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def gather_timeline(title: str, lane: Lane, group: dist.ProcessGroup | None = None) -> Timeline:

@@ -164,7 +164,8 @@ REPORTED = {
 def test_the_page_has_every_report(mask: str, ranks: int) -> None:
     request = PlanRequest(LENGTHS, ranks, mask)
     data = json.loads(json.dumps(page_data(request)))
-    assert set(data["views"]) == {f"{layout}/{way}" for layout in NAMED_LAYOUTS for way in (*STRATEGIES, AFFINE)}
+    ways = STRATEGIES if mask == "shared-prefix" else (*STRATEGIES, AFFINE)  # linear mixers refuse such a mask
+    assert set(data["views"]) == {f"{layout}/{way}" for layout in NAMED_LAYOUTS for way in ways}
     assert (data["examples"][0]["left"], data["examples"][0]["right"]) == ("contiguous/ring", "zigzag/ring")
     for layout in NAMED_LAYOUTS:
         for strategy in STRATEGIES:

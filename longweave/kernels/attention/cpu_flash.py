@@ -162,10 +162,11 @@ def _calls(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> list[FlashCa
         return [FlashCall(q0, q1, k0, k1)]
     if not below:
         return _strips(q0, q1, k0, k1, lo, hi)
-    # Row i sees `seen + i` keys: the first `seen - 1` make a rectangle, the rest a top-left aligned triangle, and the
-    # rows behind it see all keys.
+    # All rows see the keys before `diagonal`, then comes a triangle, and the rows behind it see all keys.
     diagonal = q0 + hi
     size = k1 - diagonal
+    assert k0 <= diagonal, "tasks are tight"
+    assert size <= q1 - q0, "tasks are tight"
     calls = _triangle(q0, diagonal, size)
     if diagonal > k0:
         calls.append(FlashCall(q0, q0 + size, k0, diagonal))

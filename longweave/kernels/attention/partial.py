@@ -1,7 +1,8 @@
 """What every attention backend takes and gives: tasks in, partial results out, and the query side of a backward.
 
 A task `(q0, q1, k0, k1, lo, hi)` lets the queries q0 <= q < q1 see the keys k0 <= k < k1 with lo <= k - q <= hi, all in
-local coordinates. Tasks are tight (every query of a task sees at least one key of it) and disjoint.
+local coordinates. Tasks are tight (every query of a task sees a key of it, every key is seen, and a limit that cuts
+nothing is ±NO_LIMIT) and disjoint.
 
 A partial is (out, lse): softmax-weighted values over some keys, and the log of the sum of their exponentials. Two
 partials over disjoint keys make one:

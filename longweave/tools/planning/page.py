@@ -3,7 +3,8 @@
     documents, mask, spans of every layout     once
     for each layout × strategy                 report, stages, messages
 
-The page only looks up and draws; what it says of a plan is `plan.report()`, and its stages are `plan.stages`.
+The page only looks up and draws; what it says of a plan is `plan.report()`, and its stages are `plan.stages`. The chain
+of a linear mixer has no plan: it is counted here.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ def page_data(request: PlanRequest, tell: Tell = lambda _: None) -> dict[str, An
             tell(f"{name}, {strategy}")
             mine = name == request.layout_name and strategy == plan.strategy
             views[f"{name}/{strategy}"] = _view(plan if mine else request.make_plan(layout, strategy))
-        tell(f"{name}, {AFFINE} chain")
-        views[f"{name}/{AFFINE}"] = _chain_view(layout, mask.cu_seqlens, shape)
+        if request.mask_name != "shared-prefix":  # linear mixers refuse masks that join documents
+            tell(f"{name}, {AFFINE} chain")
+            views[f"{name}/{AFFINE}"] = _chain_view(layout, mask.cu_seqlens, shape)
     chosen = f"{request.layout_name}/{plan.strategy}"
     return {
         "documents": len(request.lengths),

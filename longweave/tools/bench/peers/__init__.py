@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longweave.errors import InputError
 from longweave.launch import Ranks
 from longweave.tools.bench import together
 from longweave.tools.bench.packed import documents
@@ -57,6 +58,8 @@ class Race:
 
 def races(tokens: int, ranks: Sequence[int], rounds: int, cases: Sequence[str]) -> list[Race]:
     """The delta rule, on one rank, has half the tokens."""
+    if tokens < 2 * max(ranks):
+        raise InputError(f"{tokens} tokens on {max(ranks)} ranks; give at least two for each rank")
     found = []
     for world in ranks:
         borders = {
@@ -77,16 +80,23 @@ def on_rank(race: Race) -> tuple[dict[str, Rounds], dict[str, str]]:
     racing, missing = {}, {}
     reference: contestants.Tensors | None = None
     for who, make in contestants.CONTESTANTS[race.case].items():
+        reason = ""
         try:
             contestant = make(race.cu, race.case)
             answer = contestant.answer() if contestant.answer else None
             if answer is not None:
                 reference = reference or answer
-                _compare(answer, reference)
+                reason = _difference(answer, reference)
         except AbsentError as error:
+            reason = str(error)
+        except Exception as error:  # whatever a peer raises
             if who == OURS:
-                raise RuntimeError(f"{race.case} cannot be measured: {error}") from error
-            missing[who] = str(error)
+                raise
+            reason = f"does not run here: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if reason := _first_reason(reason):
+            if who == OURS:
+                raise RuntimeError(f"{race.case} cannot be measured: {reason}")
+            missing[who] = reason
         else:
             racing[who] = contestant
     seconds: dict[str, list[float]] = {who: [] for who in racing}
@@ -104,16 +114,20 @@ def on_rank(race: Race) -> tuple[dict[str, Rounds], dict[str, str]]:
     return {who: Rounds(tuple(seconds[who]), tuple(busy[who])) for who in racing}, missing
 
 
-def _compare(answer: contestants.Tensors, reference: contestants.Tensors) -> None:
-    """Raise `AbsentError` unless they are the same, on every rank alike."""
+def _difference(answer: contestants.Tensors, reference: contestants.Tensors) -> str:
+    """In words; "" if they are the same."""
     if [x.shape for x in answer] != [x.shape for x in reference]:
-        raise AbsentError("computes something else: its tensors have other shapes")
-    worst = torch.tensor(
-        max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in zip(answer, reference, strict=True))
-    )
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    if not worst <= SAME:
-        raise AbsentError(f"computes something else: values differ by {float(worst):.1e} of the largest")
+        return "computes something else: its tensors have other shapes"
+    off = [(x - y).abs().max() / y.abs().max().clamp(min=1e-30) for x, y in zip(answer, reference, strict=True)]
+    worst = float(torch.stack(off).max())  # NaN if one is
+    return "" if worst <= SAME else f"computes something else: values differ by {worst:.1e} of the largest"
+
+
+def _first_reason(mine: str) -> str:
+    """That of the first rank that has one: who is missing on one rank is missing on all."""
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, mine)
+    return next(filter(None, reasons), "")
 
 
 @dataclass

@@ -29,6 +29,7 @@ from longweave.kernels.attention.cpu_flash import FlashCall
 from longweave.kernels.attention.partial import NO_LIMIT, Partial, QuerySide, TaskRows, Tasks
 
 PACKAGE = "ring_flash_attn"
+READY = "_longweave_stand_ins"  # an attribute of the package when all of it is in its place
 
 
 class AbsentError(Exception):
@@ -37,7 +38,7 @@ class AbsentError(Exception):
 
 def ring_flash_attention() -> Any:
     """The package, imported over torch's kernel. Raises `AbsentError` if it is not installed or does not import."""
-    if PACKAGE in sys.modules:
+    if hasattr(sys.modules.get(PACKAGE), READY):
         return sys.modules[PACKAGE]
     if find_spec(PACKAGE) is None:
         raise AbsentError("not installed: pip install --no-deps ring-flash-attn")
@@ -45,6 +46,7 @@ def ring_flash_attention() -> Any:
         with _in_modules(_stand_ins()):
             package = import_module(PACKAGE)
             vars(import_module(f"{PACKAGE}.zigzag_ring_flash_attn"))["torch"] = _TorchOfBuffers()
+            setattr(package, READY, True)
             return package
     except Exception as error:
         raise AbsentError(f"does not import: {type(error).__name__}: {error}") from error
@@ -185,7 +187,9 @@ def _whole_calls(rows: TaskRows) -> tuple[FlashCall, ...]:
     calls = []
     for q0, q1, k0, k1, _, hi in rows.tolist():
         causal = hi < NO_LIMIT
-        diagonal = max(k0, q0 + hi) if causal else k1
+        if causal and q0 + hi < k0:
+            raise AbsentError(f"asks for {q1 - q0} causal queries on {k1 - k0} keys, some of which see nothing")
+        diagonal = q0 + hi if causal else k1
         if diagonal > k0:
             calls.append(FlashCall(q0, q1, k0, diagonal, first=True))
         if causal:

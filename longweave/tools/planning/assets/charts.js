@@ -13,7 +13,7 @@ function element(name, text, className) {
 
 /** Charts of a view: what it is called, its values, how they are said, and a bound to be drawn. */
 function chartsOf(view) {
-  const { perRank, unit, loadBound, receiveBound } = view.stored, tokens = perRank.tokensReceived;
+  const { perRank, unit, loadBound } = view.stored, tokens = perRank.tokensReceived;
   const said = (rank, key) => (tokens ? `${count(perRank[`tokens${key}`][rank])} tokens, ` : "") + megabytes(perRank[`bytes${key}`][rank]);
   return [
     { name: `work, ${unit}`, values: perRank.work, say: rank => `${count(perRank.work[rank])} ${unit}`, bound: loadBound, ink: "--compute" },
@@ -23,12 +23,12 @@ function chartsOf(view) {
   ];
 }
 
-function drawBars(canvas, chart, marked) {
+function drawBars(canvas, chart) {
   const { pen, width, height } = fitted(canvas, 58), { values } = chart, ranks = values.length;
   const top = Math.max(most(values), chart.bound || 0) || 1, floor = height - 12, step = width / ranks;
   const wide = Math.max(1, step - (step > 4 ? 2 : 0.5));
   values.forEach((value, rank) => {
-    pen.fillStyle = variable(rank === marked ? "--ink" : chart.ink);
+    pen.fillStyle = variable(chart.ink);
     const tall = Math.max(value ? 1 : 0, (floor - 4) * value / top);
     pen.fillRect(rank * step, floor - tall, wide, tall);
   });

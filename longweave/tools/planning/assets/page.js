@@ -27,11 +27,12 @@ const find = id => document.getElementById(id);
 const range = (start, stop) => stop - start === 1 ? `${count(start)}` : `${count(start)} to ${count(stop - 1)}`;
 
 /** "30 of rank 1, 20 of rank 4", the most first if there are many. */
-function fromRanks(byRank, say = count) {
-  const all = [...byRank], shown = all.length > SHOWN_RANKS ? all.sort((a, b) => b[1] - a[1]).slice(0, SHOWN_RANKS) : all;
+function byRanks(byRank, say = count, word = "of") {
+  const many = byRank.size > SHOWN_RANKS, all = many ? [...byRank].sort((a, b) => b[1] - a[1]) : [...byRank];
+  const shown = many ? all.slice(0, SHOWN_RANKS) : all;
   const rest = all.slice(shown.length).reduce((sum, [, number]) => sum + number, 0);
-  const words = shown.map(([rank, number]) => `${say(number)} of rank ${rank}`).join(", ");
-  return words + (all.length > shown.length ? `, ${say(rest)} of ${all.length - shown.length} others` : "");
+  const words = shown.map(([rank, number]) => `${say(number)} ${word} rank ${rank}`).join(", ");
+  return words + (many ? `, ${say(rest)} ${word} ${all.length - shown.length} others` : "");
 }
 
 const tokenCount = tokens => `${count(tokens)} ${tokens === 1 ? "token" : "tokens"}`;
@@ -47,7 +48,7 @@ function needsLine(view, needs, who) {
   if (view.strategy === "ulysses") return { text: `${who} would need K/V of ${tokenCount(total(needs))} of others; with Ulysses every rank gets all tokens for its heads` };
   if (!needs.size) return { text: `${who} receives nothing for it: all K/V are its own` };
   const all = view.strategy === "groupcast" ? "" : "; this strategy brings it all others' too";
-  return { text: `for it ${who} must receive K/V of ${tokenCount(total(needs))}: ${fromRanks(needs)}${all}` };
+  return { text: `for it ${who} must receive K/V of ${tokenCount(total(needs))}: ${byRanks(needs)}${all}` };
 }
 
 /** The fragments of a document in token order: who holds them. */
@@ -83,7 +84,7 @@ function pairLines(view, [q0, q1], [k0, k1]) {
   if (q1 - q0 > 1 || k1 - k0 > 1) {
     for (const [what, start, stop] of [["queries", q0, q1], ["keys", k0, k1]]) {
       const holders = view.spans.holders(start, stop);
-      lines.push({ text: `${what} ${range(start, stop)}: ${documentWords(view.documents.of(start), view.documents.of(stop - 1))}; ${fromRanks(holders)}` });
+      lines.push({ text: `${what} ${range(start, stop)}: ${documentWords(view.documents.of(start), view.documents.of(stop - 1))}; ${byRanks(holders)}` });
     }
     lines.push({ text: "in the middle of this cell (zoom in for each pair):" });
   }
@@ -108,8 +109,8 @@ function laneLines(view, { rank, stage: i }) {
   return [
     { rank, text: `rank ${rank}, stage ${i}: ${stage.name}` },
     { text: `computes ${count(stage.work[rank])} ${view.stored.unit}` },
-    { text: from.size ? `receives ${megabytes(stage.received[rank])}: ${fromRanks(from, megabytes)}` : "receives nothing" },
-    { text: to.size ? `sends ${megabytes(stage.sent[rank])}: ${fromRanks(to, megabytes).replaceAll(" of rank ", " to rank ")}` : "sends nothing" },
+    { text: from.size ? `receives ${megabytes(stage.received[rank])}: ${byRanks(from, megabytes)}` : "receives nothing" },
+    { text: to.size ? `sends ${megabytes(stage.sent[rank])}: ${byRanks(to, megabytes, "to")}` : "sends nothing" },
   ];
 }
 
@@ -155,7 +156,7 @@ class Panel {
     this.stage = -1;
     for (const part of ["layout", "strategy", "why", "facts", "stage", "above", "lanes", "ruler", "map", "holds", "inspect", "bars", "numbers", "matrix"]) this[`$${part}`] = root.querySelector(`.${part}`);
     this.$layout.append(...Object.keys(plan.layouts).map(name => new Option(name, name)));
-    this.$strategy.append(...Object.entries(STRATEGY_NAMES).map(([name, words]) => new Option(words, name)));
+    this.$strategy.append(...Object.entries(STRATEGY_NAMES).filter(([name]) => Object.keys(plan.views).some(view => view.endsWith(`/${name}`))).map(([name, words]) => new Option(words, name)));
     for (const select of [this.$layout, this.$strategy]) select.addEventListener("change", () => { this.choose(`${this.$layout.value}/${this.$strategy.value}`); changed(); });
     this.hovers();
   }
