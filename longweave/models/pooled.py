@@ -29,7 +29,8 @@ from longweave.models.packing import is_integer
 from longweave.models.rows import HomeRows, read_rows
 from longweave.models.running import model_tokens, unbatch, with_placeholder
 from longweave.pack import Pack
-from longweave.plan.homing import DecoderWork, faster_layout, home_layout
+from longweave.plan.document_work import DecoderWork
+from longweave.plan.homing import faster_layout, home_layout
 from longweave.plan.layout import Layout
 from longweave.plan.mask import Mask
 from longweave.plan.ranges import Ints

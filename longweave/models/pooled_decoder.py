@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longweave.comm.exchange import is_sharded
 from longweave.errors import InputError
 from longweave.models.adapters import NAME
 from longweave.models.changes import bind_checkpoints
+from longweave.models.decoder_work import work_of_call
 from longweave.models.pooled import Pooled, Pooling, gather_rows
 from longweave.models.rows import HomeRows
 from longweave.models.running import KEY, Alone, current, running
+from longweave.models.weights import sample
 from longweave.tensors import eager
 
 SAMPLES = 8  # weights that are compared between ranks in every call
@@ -104,7 +105,9 @@ def gather(
         _check(decoder, asked, rows)
         return None if targets_of is None else targets_of(rows)
 
-    return gather_rows(vars(decoder)[POOLING], asked, _kind(decoder, asked, head), _weights(decoder), checked)
+    pooling: Pooling = vars(decoder)[POOLING]
+    pooling = replace(pooling, work=work_of_call(decoder, pooling.work, with_head=head == "pooled"))
+    return gather_rows(pooling, asked, _kind(decoder, asked, head), _weights(decoder), checked)
 
 
 def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
@@ -134,12 +137,9 @@ def _weights(decoder: nn.Module) -> str:
 
     The tokens of a rank are computed with the weights of all ranks.
     """
-    parameters = list(decoder.parameters())
-    kinds = "".join(f"{p.dtype} {p.requires_grad}," for p in parameters)
-    held = [p for p in parameters if p.numel() and not is_sharded(p) and not p.is_meta]
-    middles = [p.detach()[tuple(n // 2 for n in p.shape)] for p in held[:: max(len(held) // SAMPLES, 1)]]
-    values = torch.stack([x.to(middles[0].device, torch.float64) for x in middles]).tolist() if middles else []
-    return f"{kinds} {values}"  # one wait for the device, whatever the number of values
+    kinds = "".join(f"{p.dtype} {p.requires_grad}," for p in decoder.parameters())
+    values = sample(decoder, SAMPLES, 1)
+    return f"{kinds} {[] if values is None else values.tolist()}"  # one wait for the device, however many values
 
 
 def _planes(position_ids: Any) -> int:

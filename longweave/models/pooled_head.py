@@ -31,7 +31,7 @@ from longweave.models.rows import HomeRows
 from longweave.models.running import KEY
 from longweave.tensors import eager, widened
 
-CHUNK = 1024  # tokens whose logits exist at once
+HEAD_CHUNK = 1024  # tokens whose logits exist at once
 
 ENTROPY = "output_entropy"
 _DECODER = "_longweave_decoder"  # attribute of the module whose call is hooked
@@ -215,7 +215,7 @@ def _in_chunks(head: Any, original: Callable[..., Any], pooled: Pooled, asked: d
         return torch.stack(columns, dim=-1)
 
     # As many chunks on every rank: the weights of the output layer may have to be gathered for each (FSDP2).
-    count = -(-max(pooled.pack.layout.counts) // CHUNK)
+    count = -(-max(pooled.pack.layout.counts) // HEAD_CHUNK)
     chunks = zip(hidden.tensor_split(count, 1), targets.tensor_split(count, 1), strict=True)
     values = torch.cat([checkpoint(part, h, t, use_reentrant=False) for h, t in chunks])[None]
     aux = None

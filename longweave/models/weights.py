@@ -35,14 +35,27 @@ def _is_due(packs: int) -> bool:
 
 def checksum(model: nn.Module) -> Tensor | None:
     """A weighted sum of the sizes of some values: () float64, on the device of the first one."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return None  # its parameters are views of shards
-    alike = (p for p in model.parameters() if not is_sharded(p) and not getattr(p, "_is_flat_param", False))
-    held = [p.detach() for p in alike if p.numel() and not p.is_meta and p.is_floating_point()]
-    held = held[:: max(len(held) // PARAMETERS, 1)]
-    if not held:
+    values = sample(model, PARAMETERS, VALUES)
+    if values is None:
         return None
-    samples = [p.reshape(-1)[:: max(p.numel() // VALUES, 1)][:VALUES] for p in held]
-    values = torch.cat([x.to(held[0].device, torch.float64) for x in samples])
     values = values.abs() * (1 + 0.5 * values.sign())  # nothing cancels out, and signs count
     return values @ torch.linspace(1, 2, len(values), dtype=torch.float64, device=values.device)
+
+
+def sample(model: nn.Module, parameters: int, values: int) -> Tensor | None:
+    """So many values of so many weights that all ranks hold alike: (n,) float64, on the device of the first one."""
+    if is_flattened(model):
+        return None
+    alike = (p.detach() for p in model.parameters() if not is_sharded(p))
+    held = [p for p in alike if p.numel() and not p.is_meta and p.is_floating_point()]
+    held = held[:: max(len(held) // parameters, 1)]
+    if not held:
+        return None
+    samples = [p.reshape(-1)[p.numel() // (values + 1) :: max(p.numel() // values, 1)][:values] for p in held]
+    return torch.cat([x.to(held[0].device, torch.float64) for x in samples])
+
+
+def is_flattened(model: nn.Module) -> bool:
+    """Is it, or a part of it, in FSDP1 (`FullyShardedDataParallel`)? Its parameters are then views of shards."""
+    wrapped = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    return wrapped or any(getattr(p, "_is_flat_param", False) for p in model.parameters())

@@ -24,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 import longweave as lw
 from longweave.launch import Ranks
 from longweave.models.pooled_decoder import POOLING
+from longweave.plan.cost import Machine, areas
+from longweave.plan.document_work import DecoderWork
+from longweave.plan.homing import balanced_layout, home_layout
 
 FULL = bool(os.environ.get("LONGWEAVE_FULL"))
 
@@ -388,18 +391,78 @@ def test_a_model_is_pooled_once() -> None:
         lw.pool(lw.restore(model))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3", "mistral", "gemma2", "gpt_oss"])
 def test_the_cost_of_a_decoder(family: str) -> None:
-    """Pairs and K/V are those of its attention layers, without linear ones."""
+    """Pairs and K/V are those of its attention layers, without linear ones, and those with a window apart."""
     model = lw.pool(build(family, torch.float32))
     config, work = model.config, vars(model.model)[POOLING].work
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    layers = kinds.count("full_attention")
-    assert work.is_chained == (layers < len(kinds))
+    every = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
+    assert work.is_chained == ("linear_attention" in kinds)
     assert (work.flops_to_sum_up > 0) == work.is_chained
     assert work.bytes_home == 4 * config.hidden_size
-    assert work.kv_bytes == layers * 2 * config.num_key_value_heads * config.head_dim * 4
-    assert work.flops_per_pair == layers * 4 * config.num_attention_heads * config.head_dim
+    found = {attention.window: attention for attention in work.attention}
+    assert set(found) == {None, *([config.sliding_window] if "sliding_attention" in kinds else [])}
+    for window, attention in found.items():
+        layers = kinds.count("full_attention" if window is None else "sliding_attention")
+        assert attention.kv_bytes == layers * 2 * config.num_key_value_heads * config.head_dim * 4
+        assert attention.flops_per_pair == layers * 4 * config.num_attention_heads * config.head_dim
+
+
+LARGE = {
+    "mistral": ("MistralConfig", {"head_dim": 128}),
+    "gemma2": ("Gemma2Config", {}),
+    "gpt_oss": ("GptOssConfig", {"num_hidden_layers": 24, "num_local_experts": 32}),
+}
+
+
+@pytest.mark.parametrize("family", LARGE)
+def test_windowed_models_are_balanced(family: str) -> None:
+    """By what their layers really do with long documents on 8 ranks."""
+    import transformers
+
+    name, sizes = LARGE[family]
+    config = getattr(transformers, name)(vocab_size=1000, **sizes)
+    with torch.device("meta"):
+        model = lw.pool(transformers.AutoModelForCausalLM.from_config(config))
+    work = vars(model.model)[POOLING].work
+    rng, layers = np.random.default_rng(0), config.num_hidden_layers
+    full = {"mistral": 0.0}.get(family, 0.5)
+    per_pair = 4.0 * config.num_attention_heads * config.head_dim * layers
+    for _ in range(10):
+        documents = np.clip(rng.lognormal(np.log(8000), 1.5, (8, 2)).astype(int), 16, 131_072)
+        mask, home = lw.Mask.causal(np.cumsum([0, *documents.flatten()])), home_layout(documents.sum(1).tolist())
+        layout = balanced_layout(mask, home, work)
+        pairs = full * areas(mask, layout) + (1 - full) * areas(mask.windowed(config.sliding_window), layout)
+        done = np.array(layout.counts) * work.flops_per_token + pairs * per_pair
+        assert done.max() < done.mean() * 1.03
+
+
+def test_frozen_weights_and_a_pooled_head_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of forward and backward, a frozen weight has two thirds; a pooled head is computed where the tokens are."""
+    from longweave.models import pooled
+
+    seen: list[float] = []
+
+    def spy(mask: lw.Mask, home: lw.Layout, work: DecoderWork, machine: Machine) -> lw.Layout:
+        seen.append(work.flops_per_token)
+        return home
+
+    monkeypatch.setattr(pooled, "faster_layout", spy)
+    ids = data().ids[None, :9]
+    model = lw.pool(build("llama", torch.float32), head="pooled")
+    whole = vars(model.model)[POOLING].work.flops_per_token
+    weights = sum(p.numel() for name, p in model.model.named_parameters() if "embed_tokens" not in name)
+    mlp = sum(p.numel() for p in model.model.layers[0].mlp.parameters())
+    assert whole == 2 * weights
+    head = 2 * model.config.hidden_size * model.config.vocab_size
+    model(ids)  # logits come from home
+    model(ids, labels=ids)
+    model.model.layers[0].mlp.requires_grad_(False)
+    model(ids, labels=ids)
+    with torch.no_grad():  # no backward: a frozen weight is one of three units, as all are
+        model(ids, labels=ids)
+    assert seen == pytest.approx([whole, whole + head, whole + head - 2 * mlp / 3, whole + head])
 
 
 def test_a_pooled_head_needs_a_language_model() -> None:

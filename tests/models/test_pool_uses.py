@@ -347,7 +347,7 @@ def test_the_loss_comes_first() -> None:
 
 def chunks_with_fsdp() -> None:
     """Ranks with few and with many tokens; the output layer is gathered for every chunk."""
-    pooled_head.CHUNK = 8
+    pooled_head.HEAD_CHUNK = 8
     try:
         model = lw.pool(build("llama", torch.float32), layout="home", head="pooled")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -357,7 +357,7 @@ def chunks_with_fsdp() -> None:
         out = model(**given)
         out.loss.backward()
     finally:
-        pooled_head.CHUNK = 1024
+        pooled_head.HEAD_CHUNK = 1024
     plain = build("llama", torch.float32)
     assert worst(out.loss, plain(**given).loss) < 1e-5
 

@@ -11,18 +11,18 @@ from test_routing import layouts
 
 from longweave import Layout, Mask
 from longweave.plan import homing
+from longweave.plan import slices as sl
 from longweave.plan.cost import CPU, Machine, Shape, areas
+from longweave.plan.document_work import AttentionWork, Curve, DecoderWork
 from longweave.plan.homing import (
     CUT_SLACK,
-    GAIN,
     GRAIN,
+    LEAST_SAVED,
     SLACK,
-    DecoderWork,
-    _Curve,
+    _around,
     _divide,
     _documents,
-    _in_chain,
-    _less_in_the_middle,
+    _in_turn,
     _place_whole,
     _seconds,
     balanced_layout,
@@ -32,6 +32,17 @@ from longweave.plan.homing import (
 
 SHAPE = Shape(heads=8, kv_heads=2, head_dim=64)
 WORK = DecoderWork(2e8, 24.0 * SHAPE.flops_per_pair, bytes_home=1024.0, kv_bytes=24.0 * SHAPE.kv_bytes)
+# What `work_of` gives for a Qwen3.5 of 24 layers and 1024 channels, and an eighth of the summing up and three times it.
+HYBRID = DecoderWork(1696054016.0, 49152.0, 4096.0, 24576.0, True, 235929600.0)
+SUMMING_UP = [HYBRID.flops_to_sum_up * share for share in (1 / 8, 1, 3)]
+# Attention of which half, or all, has a window.
+HALF = replace(WORK, flops_per_pair=WORK.flops_per_pair / 2, kv_bytes=WORK.kv_bytes / 2)
+HALF = replace(HALF, windowed=(AttentionWork(128, HALF.flops_per_pair, HALF.kv_bytes),))
+WINDOWED = {
+    "all": DecoderWork(2e8, 0.0, 1024.0, 0.0, windowed=(AttentionWork(700, WORK.flops_per_pair, WORK.kv_bytes),)),
+    "half": HALF,
+    "two windows": replace(HALF, windowed=(*HALF.windowed, AttentionWork(2000, 3e5, 1e3))),
+}
 KINDS = {"causal": Mask.causal, "full": Mask.full}
 
 counts = st.lists(st.integers(0, 30), min_size=1, max_size=7)
@@ -90,7 +101,14 @@ def test_home_is_contiguous_in_rank_order(tokens: list[int]) -> None:
 
 
 def flops(mask: Mask, layout: Layout, work: DecoderWork) -> np.ndarray:
-    return np.array(layout.counts) * work.flops_per_token + areas(mask, layout) * work.flops_per_pair
+    """Of every rank, with what it does to sum up parts that neither begin nor end a document."""
+    found = np.array(layout.counts) * work.flops_per_token + areas(mask, layout) * work.flops_per_pair
+    for window, per_pair, _ in work.windowed:
+        found = found + areas(mask.windowed(window), layout) * per_pair
+    for rank, spans in enumerate(layout.spans):
+        inside = [span for span in spans if not {span.start, span.stop} & set(mask.cu_seqlens.tolist())]
+        found[rank] += sum(span.stop - span.start for span in inside) * work.flops_to_sum_up
+    return found
 
 
 def cuts(mask: Mask, layout: Layout) -> tuple[int, int]:
@@ -138,6 +156,51 @@ def test_work_is_balanced_on_any_number_of_ranks(shape: str, world: int) -> None
         check_balance(mask, home, replace(WORK, is_chained=chained))
 
 
+giants = st.lists(st.integers(8_000, 60_000), min_size=2, max_size=9)
+
+
+@given(st.integers(3, 32), giants, st.integers(1, 900), st.integers(0, 31), st.sampled_from(SUMMING_UP))
+@example(4, [9000, 9000], 300, 0, HYBRID.flops_to_sum_up)
+@example(8, [30_000, 40_000, 9000], 700, 3, HYBRID.flops_to_sum_up)
+@example(32, [60_000] * 9, 10, 0, HYBRID.flops_to_sum_up)
+def test_summing_up_is_balanced_too(world: int, lengths: list[int], short: int, at: int, to_sum_up: float) -> None:
+    """Several giants in a model with linear layers: what is summed up is work like any other."""
+    documents = [[short] for _ in range(world)]
+    for i, length in enumerate(lengths):
+        documents[(at + i) % world].append(length)
+    mask, home = batch_of(documents)
+    work = replace(HYBRID, flops_to_sum_up=to_sum_up)
+    found = balanced_layout(mask, home, work)
+    check(found)
+    done = flops(mask, found, work)
+    assert done.max() <= bound(mask, found, work).max() + 0.03 * done.mean()
+
+
+@pytest.mark.parametrize("world", [3, 4, 8, 16, 32])
+def test_hybrid_models_are_balanced_on_any_number_of_ranks(world: int) -> None:
+    """Rows of log-normal lengths, two a rank: on average within 3 % of the mean, and never far away."""
+    rng, ratios = np.random.default_rng(0), []
+    for _ in range(40):
+        documents = np.clip(rng.lognormal(np.log(800), 1.5, (world, 2)).astype(int), 16, 32768).tolist()
+        mask, home = batch_of(documents)
+        done = flops(mask, balanced_layout(mask, home, HYBRID), HYBRID)
+        ratios.append(done.max() / done.mean())
+    assert np.mean(ratios) < 1.03
+    assert max(ratios) < 1.06
+
+
+@pytest.mark.parametrize("work", WINDOWED.values(), ids=WINDOWED)
+@pytest.mark.parametrize("chained", [False, True])
+def test_windows_are_balanced(work: DecoderWork, chained: bool) -> None:
+    """Layers with a window have less work at the end of a long document than those without."""
+    rng, work = np.random.default_rng(1), replace(work, is_chained=chained)
+    for _ in range(20):
+        documents = [np.clip(rng.lognormal(np.log(3000), 1.5, 3).astype(int), 16, 60_000).tolist() for _ in range(8)]
+        mask, home = batch_of(documents)
+        done = flops(mask, balanced_layout(mask, home, work), work)
+        assert done.max() <= done.mean() * 1.03
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 48, 56, 64, 128, 256])
 def test_one_document_too_many_is_spread(world: int) -> None:
     """However little room each rank has for it, and over fewer ranks where that is very little."""
@@ -163,13 +226,28 @@ def test_parts_are_few_and_none_is_tiny(rooms: list[float], data: st.DataObject)
     ranks, parts = [rank for rank, _ in shares], np.array([part for _, part in shares])
     assert len(set(ranks)) == len(ranks)
     assert parts.sum() == pytest.approx(amount)
-    assert np.allclose(before[ranks] - parts, room[ranks])
-    others = np.setdiff1d(np.arange(len(rooms)), ranks)
-    assert (room[others] == before[others]).all()
-    assert (room[ranks] >= -slack - 1e-9).all()
+    assert (room == before).all()
+    assert (room[ranks] - parts >= -slack - 1e-9).all()
     assert parts.min() >= slack / 2 - 1e-9
     assert ranks[0] == first if before[first] > slack else before[ranks[0]] == before.max()
     assert amount - before[ranks[:-1]].sum() > slack * (len(ranks) - 1), "one rank less would not do"
+
+
+rooms_of = st.lists(st.floats(-0.02, 3.0), min_size=2, max_size=40)
+
+
+@given(rooms_of, st.floats(0.02, 100), st.floats(0, 2), st.integers(0, 1))
+def test_what_fits_nowhere_is_spread(rooms: list[float], amount: float, extra: float, first: int) -> None:
+    """Nobody ends further over its room than in the division that goes least over it; who sums up takes less."""
+    room = np.array(rooms)
+    shares = _divide(amount, room, first, CUT_SLACK, extra)
+    loads = {rank: part * (1 + extra * (at > 0)) for at, (rank, part) in enumerate(shares)}
+    assert sum(part for _, part in shares) == pytest.approx(amount)
+    over = max(load - room[rank] for rank, load in loads.items())
+    order = [shares[0][0], *(rank for rank in np.argsort(-room, kind="stable") if rank != shares[0][0])]
+    own = np.array([1.0, *[1 / (1 + extra)] * (len(order) - 1)])
+    least = ((amount - np.cumsum(room[order] * own)) / np.cumsum(own)).min()
+    assert over <= max(least, CUT_SLACK) + 1e-6
 
 
 @given(brought(longest=300, ranks=9))
@@ -203,43 +281,32 @@ def test_whole_documents_stay_or_move_whole(world: int, length: int, chained: bo
 
 def test_a_chain_waits_least_by_hand() -> None:
     """Two ranks share a document of 1000 tokens: who has whole documents to run meanwhile lets the other go first."""
-    curve = _Curve(1000, replace(WORK, flops_per_pair=0.0), True)
+    curve = Curve(1000, replace(WORK, flops_per_pair=0.0), True)
     whole = 1000 * WORK.flops_per_token
     shares = [(0, whole * 0.4), (1, whole * 0.6)]
-    assert _in_chain(shares[:1], curve, [0, 0], 0.0) == shares[:1]
-    assert _in_chain(shares, curve, [600, 400], 0.0) == shares, "nobody waits: 0 begins, 1 has 400 tokens to run"
-    assert _in_chain(shares, curve, [600, 0], 0.0) == shares, "1 waits for 400 tokens, less than it takes to sum up 600"
-    assert _in_chain(shares, curve, [700, 500], 0.0) == shares
-    alone = _in_chain(shares, curve, [0, 0], 0.0)
-    assert [rank for rank, _ in alone] == [0, 1, 0], "nothing to do meanwhile: 1 sums its part up first"
-    assert sum(amount for _, amount in alone) == pytest.approx(whole)
-    three = _in_chain([(2, 1.0), (0, 2.0), (1, 3.0)], curve, [0, 0, 0], 0.0)
-    assert [rank for rank, _ in three] == [2, 0, 1, 2]
-
-
-@given(st.lists(st.floats(1, 100), min_size=2, max_size=6), st.floats(0, 3))
-def test_who_sums_up_takes_less(amounts: list[float], extra: float) -> None:
-    """What the ranks do on top of their shares is the same for all of them, and nothing of the document is lost."""
-    whole = sum(amounts)
-    curve = _Curve(1000, replace(WORK, flops_per_pair=0.0), True)
-    (first, of_first), *rest = _less_in_the_middle(list(enumerate(amounts)), curve, extra * whole / 1000)
-    assert first == 0
-    assert of_first + sum(share for _, share in rest) == pytest.approx(whole)
-    for rank, share in rest:
-        assert share * (1 + extra) - amounts[rank] == pytest.approx(of_first - amounts[0], abs=1e-6 * whole)
+    assert _in_turn(shares[:1], curve, [0, 0]) == shares[:1]
+    assert _in_turn(shares, curve, [600, 400]) == shares, "nobody waits: 0 begins, 1 has 400 tokens to run"
+    assert _in_turn(shares, curve, [600, 0]) == shares, "1 waits for 400 tokens, less than it takes to sum up 600"
+    assert _in_turn(shares, curve, [700, 500]) == shares
+    assert _in_turn(shares, curve, [0, 0]) is None, "nothing to do meanwhile: 1 sums its part up first"
+    assert _in_turn([(2, 1.0), (0, 2.0), (1, 3.0)], curve, [900, 900, 900]) is None
+    assert _around([(2, 1.0), (0, 2.0), (1, 3.0)]) == [(2, 0.5), (0, 2.0), (1, 3.0), (2, 0.5)]
 
 
 @given(st.integers(1, 5000), st.booleans(), st.floats(0, 1), st.sampled_from([0.0, 1.0, 1e5]))
 def test_the_curve_of_a_document(length: int, causal: bool, share: float, per_pair: float) -> None:
-    work = DecoderWork(1e3, per_pair, 0.0, 0.0)
-    curve = _Curve(length, work, causal)
-    pairs = length * (length + 1) / 2 if causal else length * length
-    whole = 1e3 * length + per_pair * pairs
+    windows = ((7, per_pair / 2), (300, 3.0), (9000, 5.0))
+    work = DecoderWork(1e3, per_pair, 0.0, 0.0, windowed=tuple(AttentionWork(w, flops, 0.0) for w, flops in windows))
+    curve = Curve(length, work, causal)
+    seen = np.arange(1, length + 1) if causal else np.full(length, length)
+    of_token = 1e3 + per_pair * seen + sum(flops * (np.minimum(seen, w) if causal else seen) for w, flops in windows)
+    whole = of_token.sum()
     assert _documents(*batch_of([[length]], "causal" if causal else "full"), work).amounts == pytest.approx([whole])
-    assert curve.linear * length + curve.square * length * length == pytest.approx(whole)
+    for tokens in (0, 1, 6, 7, 8, length // 3, length):
+        assert curve.of_first(min(tokens, length)) == pytest.approx(of_token[:tokens].sum())
     x = curve.tokens_with(whole * share)
     assert -1e-6 <= x <= length * (1 + 1e-6)
-    assert curve.linear * x + curve.square * x * x == pytest.approx(whole * share, abs=1e-6 * whole)
+    assert curve.of_first(x) == pytest.approx(whole * share, abs=1e-6 * whole)
 
 
 # -- the faster one ----------------------------------------------------------------------------------
@@ -247,19 +314,31 @@ def test_the_curve_of_a_document(length: int, causal: bool, share: float, per_pa
 
 @given(brought(longest=60, ranks=4), st.data())
 def test_modelled_time_counted_token_by_token(batch: tuple[Mask, Layout], data: st.DataObject) -> None:
+    """Layers with a window and without one, and parts in the middle of documents, which are summed up."""
     mask, home = batch
     layout = data.draw(layouts(home.total, home.world_size))
-    work = DecoderWork(3.0, 2.0, 11.0, kv_bytes=data.draw(st.sampled_from([0.0, 2.0, 90.0])))
+    window, to_sum_up = data.draw(st.sampled_from([None, 5])), data.draw(st.sampled_from([0.0, 4.0]))
+    if (mask.rows[:, sl.HI] != 0).any():
+        window = None
+    kinds = [AttentionWork(None, 2.0, data.draw(st.sampled_from([0.0, 2.0, 90.0])))]
+    kinds += [] if window is None else [AttentionWork(window, 5.0, 30.0)]
+    work = DecoderWork(3.0, 2.0, 11.0, kinds[0].kv_bytes, True, to_sum_up, tuple(kinds[1:]))
     machine = Machine(flops=7.0, bytes_per_second=5.0)
     ranks = range(home.world_size)
-    seen, owner = mask.dense(), np.array([layout.owner(t) for t in range(home.total)])
-    reads = [seen[owner == r].any(0) for r in ranks]  # the keys that a rank needs
-    received = [(reads[r] & (owner != r)).sum() for r in ranks]
-    sent = [sum((reads[other] & (owner == r)).sum() for other in ranks if other != r) for r in ranks]
-    compute = [
-        3 * (owner == r).sum() / 7 + max(2 * seen[owner == r].sum() / 7, max(sent[r], received[r]) * work.kv_bytes / 5)
-        for r in ranks
-    ]
+    owner = np.array([layout.owner(t) for t in range(home.total)])
+    inside = np.zeros(home.total)
+    for spans in layout.spans:
+        for span in spans:
+            inside[span.start : span.stop] = not {span.start, span.stop} & set(mask.cu_seqlens.tolist())
+    compute = [(3 * (owner == r).sum() + to_sum_up * inside[owner == r].sum()) / 7 for r in ranks]
+    for kind in kinds:
+        seen = (mask if kind.window is None else mask.windowed(kind.window)).dense()
+        reads = [seen[owner == r].any(0) for r in ranks]  # the keys that a rank needs
+        received = [(reads[r] & (owner != r)).sum() for r in ranks]
+        sent = [sum((reads[other] & (owner == r)).sum() for other in ranks if other != r) for r in ranks]
+        for r in ranks:
+            pairs = kind.flops_per_pair * seen[owner == r].sum() / 7
+            compute[r] += max(pairs, max(sent[r], received[r]) * kind.kv_bytes / 5)
     moved = [(owner[t], home.owner(t)) for t in range(home.total) if owner[t] != home.owner(t)]
     busiest = max(max(sum(pair[side] == r for pair in moved) for side in (0, 1)) for r in ranks)
     expected = max(compute) + busiest * 11 / 5
@@ -275,7 +354,7 @@ def test_it_is_never_slower_than_home(batch: tuple[Mask, Layout], machine: Machi
     assert (found.total, found.world_size) == (home.total, home.world_size)
     assert faster_layout(mask, home, work, machine) == found, "every rank finds the same"
     at_home = _seconds(mask, home, home, work, machine)
-    assert found == home or _seconds(mask, found, home, work, machine) < at_home * (1 - GAIN)
+    assert found == home or _seconds(mask, found, home, work, machine) < at_home * (1 - LEAST_SAVED)
 
 
 @given(st.integers(2, 8), st.lists(st.integers(1, 200), min_size=1, max_size=5), st.sampled_from(list(KINDS)))
