@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import count
 from typing import Any, Generic, TypeVar, cast
@@ -173,6 +173,33 @@ def eager(fn: F) -> F:
     # A code object of its own: the compiler counts by it how often it has compiled, and gives up after a few times.
     call.__code__ = call.__code__.replace(co_name=fn.__name__)
     return cast("F", wraps(fn)(call))
+
+
+# -- to the host ---------------------------------------------------------------------------------------
+
+
+def on_host(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with every tensor in the host's memory: one wait for the device, however many lie there."""
+    far = {name: x.detach() for name, x in given.items() if isinstance(x, Tensor) and _is_far(x)}
+    return {**given, **joined_copies(far)}
+
+
+def _is_far(x: Tensor) -> bool:
+    return x.device.type != "cpu" and why_unusual(x) is None
+
+
+def joined_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the host's memory, sent as one piece of bytes."""
+    if not tensors:
+        return {}
+    device = next(iter(tensors.values())).device
+    pieces = [x.contiguous().reshape(-1).view(torch.uint8).to(device) for x in tensors.values()]
+    parts = torch.split(torch.cat(pieces).cpu(), [len(piece) for piece in pieces])
+    # A piece of its own each, because only there values of any size may begin.
+    return {
+        name: part.clone().view(x.dtype).reshape(x.shape)
+        for (name, x), part in zip(tensors.items(), parts, strict=True)
+    }
 
 
 # -- handles -------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from longweave import tensors
-from longweave.tensors import Indices, accumulation_dtype, widened
+from longweave.tensors import Indices, accumulation_dtype, joined_copies, on_host, widened
 
 CPU = torch.device("cpu")
 
@@ -99,3 +99,21 @@ def test_what_inference_made_serves_training() -> None:
     x = torch.ones(2, requires_grad=True)
     x.index_select(0, indices.on(CPU)[0]).sum().backward()
     assert x.grad is not None
+
+
+def test_copies_in_one_piece() -> None:
+    """Of any dtype and shape, empty and not contiguous ones too."""
+    given = {
+        "mask": torch.tensor([[True, False], [True, True]]),
+        "ids": torch.arange(12).reshape(3, 4).T,
+        "none": torch.zeros(0, 5, dtype=torch.int32),
+        "number": torch.tensor(1.5, dtype=torch.float64),
+        "small": torch.tensor([1, 2, 3], dtype=torch.int16),
+        "half": torch.randn(3).bfloat16(),
+    }
+    found = joined_copies(given)
+    assert list(found) == list(given)
+    for name, x in given.items():
+        assert found[name].dtype == x.dtype
+        assert found[name].equal(x)
+    assert on_host({**given, "text": "as it is"})["ids"] is given["ids"], "nothing is far away"

@@ -157,7 +157,8 @@ class Ledger:
         self.exchanges = 0
         self.bytes_sent = 0  # to other ranks
         self.pending: dict[int, Any] = {}  # works of exchanges that nobody has waited for yet
-        self.waiting: float | None = None  # since when, by time.monotonic()
+        self.waiting: float | None = None  # for an exchange since when, by time.monotonic()
+        self.is_at_store = False  # it waits there for the others, with a limit of its own
         self.on_device: deque[Any] = deque()  # works of exchanges that a device has before it
         self.device_since = 0.0  # when it last got on with them
         self.observer: Observer | None = None  # as long as somebody records a step

@@ -30,19 +30,21 @@ PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two questions: first, later
 _HERE, _GAVE_UP = b"+", b"-"
 
 
-def store_all_gather(comm: Comm, message: bytes, wait: float, what: str) -> list[bytes]:
-    """The messages of all ranks, in rank order. `what` says in an error's text what the ranks are about to do.
+def store_all_gather(comm: Comm, message: bytes, wait: float, what: str, hint: str = "") -> list[bytes]:
+    """The messages of all ranks, in rank order. `what` says in an error's text what the ranks are about to do, `hint`
+    why a rank might not come.
 
-    Raises `GroupError` on every rank if one of them does not come within `wait` seconds: also on that one, later.
+    A rank that others wait for elsewhere learns it from them, after their limit. Raises `GroupError` on every rank if
+    one of them does not come within `wait` seconds: also on that one, later.
     """
     group = comm.group
     if group is None or comm.size == 1:
         return [message]
     with RecordedCall(comm.ledger, what, what).meeting():
-        return _gather(comm, group.get_group_store(), message, wait, what)
+        return _gather(comm, group.get_group_store(), message, wait, what, hint)
 
 
-def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str) -> list[bytes]:
+def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str, hint: str) -> list[bytes]:
     ledger = comm.ledger
     ledger.gathers += 1
     number = ledger.gathers
@@ -60,9 +62,11 @@ def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str) ->
         observer = ledger.observer
         if observer is not None:
             observer.wait_begins()
+        ledger.is_at_store = True
         try:
             missing = _missing(store, keys, wait, lambda: trouble(ledger))
         finally:
+            ledger.is_at_store = False
             if observer is not None:
                 observer.wait_ends()
         for rank in missing:
@@ -74,7 +78,7 @@ def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str) ->
                 f"{_absent(absent)} {what} within {wait:g} s (call {number}; I am rank {comm.rank}). All ranks of the "
                 "group must make this call equally often: no rank may skip a batch, evaluate by itself, or "
                 "have fewer batches than the others, and each runs as many backward passes as the others, which it may "
-                "still be waiting in. If a rank really needs longer, raise wait="
+                f"still be waiting in. {hint}If a rank really needs longer, raise wait="
             )
         if number > 1:  # all ranks have read the call before this one
             store.delete_key(_keys(ledger, number - 1, comm.size)[comm.rank])

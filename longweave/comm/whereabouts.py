@@ -70,7 +70,7 @@ class Whereabouts:
             at.name,
             at.phase,
             at.description,
-            ledger.waiting is not None,
+            ledger.waiting is not None or ledger.is_at_store,
             ledger.current is None,
             ledger.departures,
             ledger.left,

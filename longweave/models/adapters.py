@@ -26,6 +26,7 @@ from longweave.tensors import accumulation_dtype, eager, widened
 
 # -- softmax attention -----------------------------------------------------------------------------------
 
+NO_DROPOUT = "set config.attention_dropout = 0 before the model is made, or the module's attention_dropout = 0"
 NAME = "longweave"  # of the attention implementation, in transformers' registry
 
 
@@ -53,19 +54,17 @@ def attention_forward(
     if attention_mask is not None:
         raise InputError(
             f"{name} got an attention mask of shape {tuple(attention_mask.shape)}, which knows nothing of other ranks; "
-            "give padding to lw.shard_batch(input_ids, attention_mask=...) and other masks to lw.shard_batch(mask=...)"
+            "give padding to lw.shard_batch(input_ids, attention_mask=...) and other masks to lw.shard_batch(mask=...) "
+            "or to a pooled model padding of its rows as attention_mask"
         )
     if dropout > 0:
-        raise InputError(
-            f"{name} asks for attention dropout {dropout} in training; set config.attention_dropout = 0 before the "
-            "model is made, or the module's attention_dropout = 0"
-        )
+        raise InputError(f"{name} asks for attention dropout {dropout} in training; {NO_DROPOUT}")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         _check_full(name, pack)
     if query.shape[2] != key.shape[2]:
         raise InputError(
             f"{name} got {key.shape[2]} keys for {query.shape[2]} queries: a KV cache; "
-            "call lw.restore(model) before generating"
+            "call lw.restore(model) before generating, or give a pooled model, not its layers, the past_key_values"
         )
     q, k, v = (unbatch(x.transpose(1, 2), pack) for x in (query, key, value))
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
@@ -78,7 +77,7 @@ def _check_full(name: str, pack: Pack) -> None:
     if pack.mask != Mask.full(pack.cu_seqlens):
         raise InputError(
             f"{name} is not causal: its tokens see their whole document, but the batch has another mask; give "
-            'lw.shard_batch(..., mask="full")'
+            'lw.shard_batch(..., mask="full"), or lw.pool(model, mask="full")'
         )
 
 
@@ -161,7 +160,8 @@ def _check_linear(module: Any, kwargs: dict[str, Any]) -> None:
         raise InputError("a KV cache reached a parallel model; call lw.restore(model) before generating")
     if kwargs.get("attention_mask") is not None:
         raise InputError(
-            "a parallel model takes no attention mask; give padding to lw.shard_batch(..., attention_mask=)"
+            "a layer across ranks takes no attention mask; give padding to lw.shard_batch(..., attention_mask=), or to "
+            "a pooled model itself"
         )
     if module.activation not in ("silu", "swish"):
         raise InputError(f"{type(module).__name__} convolves with {module.activation!r}; only silu is supported")

@@ -61,6 +61,12 @@ class Undo:
         """Write it down on the module that `restore` will be given."""
         self.set(model, _UNDO, self)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise InputError(
+            "a model that is parallel or pooled cannot be pickled, by torch.save(model) or for another process; call "
+            "lw.restore(model) first, or save model.state_dict() or model.save_pretrained(folder)"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Undo:
         attributes = [
             (deepcopy(module, memo), name, before if before is _GONE else deepcopy(before, memo))

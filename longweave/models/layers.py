@@ -42,6 +42,37 @@ def switch_layers(parts: Parts, modules: Iterable[nn.Module], undo: Undo) -> Non
             undo.replace(module, "forward", partial(_adapter_forward, role))
 
 
+def config_sharers(model: nn.Module, decoders: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules inside the decoders, and those around them whose config is the decoders' own or contains it.
+
+    Others (a vision tower, a second encoder) keep the attention that they have.
+    """
+    inside = [module for decoder in decoders for module in decoder.modules()]
+    ours = {id(vars(module)["config"]) for module in inside if "config" in vars(module)}
+    return [module for module in model.modules() if _contains(vars(module).get("config"), ours)]
+
+
+def _contains(config: Any, ours: set[int]) -> bool:
+    if not hasattr(config, "_attn_implementation"):
+        return False
+    return id(config) in ours or any(_contains(part, ours) for part in vars(config).values())
+
+
+def check_mask(parts: Parts, mask: str) -> None:
+    """Raise if attention layers see ahead and the mask does not, or the other way round."""
+    for name, module, role in parts:
+        if role != "attention":
+            continue
+        config = getattr(module, "config", None)
+        wanted = "causal" if getattr(module, "is_causal", True) and getattr(config, "is_causal", True) else "full"
+        if wanted != mask:
+            sees = "sees what stands before a token only" if wanted == "causal" else "sees the whole document"
+            raise InputError(
+                f'mask is "{mask}", but {name}, a {type(module).__name__}, {sees}; give lw.pool(..., mask="{wanted}"), '
+                'which is "causal" for a decoder and "full" for an encoder'
+            )
+
+
 def _switch_configs(modules: Iterable[nn.Module], undo: Undo) -> None:
     """Give the model configs of its own: other models may share the objects that it was made with."""
     copies: dict[int, Any] = {}

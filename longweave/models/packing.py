@@ -142,29 +142,32 @@ def _bits(x: Tensor) -> bytes:
     return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _tokens(input_ids: Any, inputs_embeds: Any) -> tuple[Tensor, str]:
+def given_tokens(input_ids: Any, inputs_embeds: Any) -> tuple[Any, str]:
     """The one of both that was given, and its name."""
     if (input_ids is None) == (inputs_embeds is None):
         how_many = "neither" if input_ids is None else "both"
         raise InputError(f"{how_many} of input_ids and inputs_embeds was given; give one of them")
-    if input_ids is not None:
-        ids = _tensor("input_ids", input_ids)
-        if ids.ndim not in (1, 2) or ids.numel() == 0:
-            raise InputError(
-                f"input_ids has the shape {tuple(ids.shape)}; give (tokens,), (1, tokens) or (batch, seq), not empty"
-            )
-        if not is_integer(ids):
-            raise InputError(f"input_ids is {ids.dtype}; give integer token ids, or embeddings as inputs_embeds")
-        return ids, "input_ids"
-    embeds = _tensor("inputs_embeds", inputs_embeds)
-    if embeds.ndim not in (2, 3) or embeds.numel() == 0:
-        raise InputError(
-            f"inputs_embeds has the shape {tuple(embeds.shape)}; give (tokens, D), (1, tokens, D) or (batch, seq, D), "
-            "not empty"
-        )
-    if not embeds.dtype.is_floating_point:
-        raise InputError(f"inputs_embeds is {embeds.dtype}; give a floating dtype, or token ids as input_ids")
-    return embeds, "inputs_embeds"
+    name = "inputs_embeds" if input_ids is None else "input_ids"
+    tokens = inputs_embeds if input_ids is None else input_ids
+    return tokens, name
+
+
+def check_tokens(tokens: Tensor, name: str) -> None:
+    if name == "input_ids" and not is_integer(tokens):
+        raise InputError(f"input_ids is {tokens.dtype}; give integer token ids, or embeddings as inputs_embeds")
+    if name == "inputs_embeds" and not tokens.dtype.is_floating_point:
+        raise InputError(f"inputs_embeds is {tokens.dtype}; give a floating dtype, or token ids as input_ids")
+
+
+def _tokens(input_ids: Any, inputs_embeds: Any) -> tuple[Tensor, str]:
+    """The same as a tensor of a shape that can be packed."""
+    given, name = given_tokens(input_ids, inputs_embeds)
+    tokens, dims = _tensor(name, given), int(name == "inputs_embeds")
+    if tokens.ndim not in (1 + dims, 2 + dims) or tokens.numel() == 0:
+        shapes = "(tokens, D), (1, tokens, D) or (batch, seq, D)" if dims else "(tokens,), (1, tokens) or (batch, seq)"
+        raise InputError(f"{name} has the shape {tuple(tokens.shape)}; give {shapes}, not empty")
+    check_tokens(tokens, name)
+    return tokens, name
 
 
 def _labels(labels: Tensor | None, tokens: Tensor, name: str, ignore_index: int) -> Tensor:

@@ -27,7 +27,7 @@ from longweave.core import LAYOUTS, MASKS, check_ways
 from longweave.errors import InputError, shown
 from longweave.models.changes import Undo, is_changed
 from longweave.models.decoder_work import work_of
-from longweave.models.layers import check_layers, switch_layers
+from longweave.models.layers import check_layers, check_mask, config_sharers, switch_layers
 from longweave.models.pooled import Pooling
 from longweave.models.pooled_decoder import ALONE, POOLING, decoder_forward, generate
 from longweave.models.pooled_head import find_heads, pool_heads
@@ -66,7 +66,7 @@ def pool(
     head: "home" computes logits and loss where the rows are. "pooled" computes them where the tokens are, in chunks:
         the model then returns, in calls with labels, the loss and `log_probs` in the place of logits.
     layout: "auto" moves documents only where that pays; "balanced", "zigzag", "contiguous", or "home" for never.
-    mask: "causal", or "full" for models whose tokens see their whole document.
+    mask: "causal", or "full" for encoders, whose tokens see their whole document: as the layers say it of themselves.
     strategy, method, backend, options such as `stages`: as in `lw.Pack`; strategy "auto" is "groupcast" where layout is
         "auto" or "home".
     wait: seconds to wait for ranks that do not call the model when others do; then they are named.
@@ -75,7 +75,7 @@ def pool(
     come before or after `peft.get_peft_model` (with head="pooled": after), DDP and `fully_shard`.
 
     Raises `InputError` for a model without a decoder that is known, or with parts that have no role
-    (see `lw.parallelize`).
+    (see `lw.parallelize`), and for a mask that is not that of its attention layers.
 
         lw.pool(model)
         Trainer(model, args, train_dataset=data).train()
@@ -91,9 +91,10 @@ def pool(
     parts = {decoder: roles(decoder) for decoder in decoders}  # raises before anything is changed
     for some in parts.values():
         check_layers(some, model.modules())
+        check_mask(some, mask)
     heads = find_heads(model) if head == "pooled" else []
     undo = Undo()
-    switch_layers([part for some in parts.values() for part in some], model.modules(), undo)
+    switch_layers([part for some in parts.values() for part in some], config_sharers(model, decoders), undo)
     alone = Alone([(changed, config._attn_implementation) for config, changed, _ in undo.configs])
     ways = {"strategy": strategy, "method": method, "backend": backend, "options": options}
     for decoder, some in parts.items():

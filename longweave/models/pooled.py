@@ -25,7 +25,7 @@ from longweave.comm.ledger import RecordedCall
 from longweave.comm.store_gather import store_all_gather
 from longweave.core import PackCore, machine_of
 from longweave.errors import InputError
-from longweave.models.packing import is_integer
+from longweave.models.packing import check_tokens, given_tokens
 from longweave.models.rows import HomeRows, read_rows
 from longweave.models.running import model_tokens, unbatch, with_placeholder
 from longweave.pack import Pack
@@ -38,6 +38,10 @@ from longweave.plan.routing import route
 from longweave.tensors import check_tensor
 from longweave.tokens import TokenRoute
 
+_HINT = (
+    "A call that only this rank makes under no_grad, to read on with a KV cache, needs use_cache=True as an argument: "
+    "config.use_cache alone makes no cache in a pooled model, and the call waits for the others. "
+)
 _DIGESTS = 8 * (MOST_FACTS + 2)  # bytes of `digests_of`, in front of a message
 
 
@@ -97,15 +101,16 @@ class Pooled:
 def gather_rows(
     pooling: Pooling,
     asked: Mapping[str, Any],
+    host: Mapping[str, Any],
     kind: str,
     weights: str,
     targets_of: Callable[[HomeRows], Tensor | None],
 ) -> Pooled:
     """One pack of the documents of all ranks.
 
-    asked: the arguments of the decoder. kind, weights: what must be the same on every rank. targets_of: gives (batch,
-    seq), what each token predicts, where that travels along; raises where this rank's call is wrong. Then all ranks
-    raise.
+    asked: the arguments of the decoder; host: those that rows are read from, in the host's memory. kind, weights: what
+    must be the same on every rank. targets_of: gives (batch, seq), what each token predicts, where that travels along;
+    raises where this rank's call is wrong. Then all ranks raise.
     """
     comm = resolve(group_named(pooling.group))
     _warn_if_forgotten(comm)
@@ -114,7 +119,7 @@ def gather_rows(
     problem: Exception | None = None
     ids, embeds = asked.get("input_ids"), asked.get("inputs_embeds")
     try:
-        rows = _read(ids, embeds, asked)
+        rows = _read(asked, host)
         targets = targets_of(rows)
     except Exception as error:
         problem = error
@@ -154,14 +159,21 @@ def _warn_if_forgotten(comm: Comm) -> None:
         )
 
 
-def _read(ids: Any, embeds: Any, asked: Mapping[str, Any]) -> HomeRows:
-    if (ids is None) == (embeds is None):
-        raise InputError(f"{'neither' if ids is None else 'both'} of input_ids and inputs_embeds was given; give one")
-    tokens = ids if ids is not None else embeds
-    check_tensor("input_ids" if embeds is None else "inputs_embeds", tokens)
-    if tokens.dtype.is_floating_point != (ids is None) or not (tokens.is_floating_point() or is_integer(tokens)):
-        raise InputError(f"the tokens are {tokens.dtype}; give integer input_ids, or floating inputs_embeds")
-    return read_rows(tokens.shape if ids is not None else tokens.shape[:-1], tokens.device, asked)
+def warn_of_rows_alone(pooling: Pooling) -> None:
+    """A call that trains runs on this rank only."""
+    if resolve(group_named(pooling.group)).size > 1:
+        warnings.warn(
+            "a call of the pooled model with past_key_values (such as PEFT's prefix tuning) runs alone on its rank, "
+            "though gradients are recorded: its rows are not shared, and nothing is gained by lw.pool",
+            stacklevel=4,
+        )
+
+
+def _read(asked: Mapping[str, Any], host: Mapping[str, Any]) -> HomeRows:
+    tokens, name = given_tokens(asked.get("input_ids"), asked.get("inputs_embeds"))
+    check_tensor(name, tokens)
+    check_tokens(tokens, name)
+    return read_rows(tokens.shape if name == "input_ids" else tokens.shape[:-1], tokens.device, asked, host)
 
 
 def _all_lengths(
@@ -187,7 +199,7 @@ def _all_lengths(
     facts = [same_history(comm.ledger), same_call, same_weights]
     own = np.array(digests_of(facts, problem), dtype=np.int64).tobytes()
     own += rows.lengths.tobytes() if problem is None and rows is not None else f"{problem}".encode()
-    found = store_all_gather(comm, own, pooling.wait, "the forward of a pooled model")
+    found = store_all_gather(comm, own, pooling.wait, "the forward of a pooled model", _HINT)
     everyone = [np.frombuffer(message[:_DIGESTS], dtype=np.int64).tolist() for message in found]
     reasons = [
         f"{message[_DIGESTS:].decode()}" if row[-1] else "" for row, message in zip(everyone, found, strict=True)

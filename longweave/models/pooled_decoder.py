@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from longweave.errors import InputError
-from longweave.models.adapters import NAME
+from longweave.models.adapters import NAME, NO_DROPOUT
 from longweave.models.changes import bind_checkpoints
 from longweave.models.decoder_work import work_of_call
-from longweave.models.pooled import Pooled, Pooling, gather_rows
-from longweave.models.rows import HomeRows
+from longweave.models.packing import is_integer
+from longweave.models.pooled import Pooled, Pooling, gather_rows, warn_of_rows_alone
+from longweave.models.rows import ROW_ARGUMENTS, HomeRows
 from longweave.models.running import KEY, Alone, current, running
 from longweave.models.weights import sample
-from longweave.tensors import eager
+from longweave.tensors import eager, on_host, why_unusual
 
 SAMPLES = 8  # weights that are compared between ranks in every call
 
@@ -54,6 +55,8 @@ def decoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = arguments(original, args, kwargs)
         bind_checkpoints(self)
         if runs_alone(asked):
+            if torch.is_grad_enabled() and not isinstance(current(), Alone):
+                warn_of_rows_alone(vars(self)[POOLING])
             with running(vars(self)[ALONE]):
                 return original(self, *args, **kwargs)
         given = asked.get(KEY)
@@ -62,7 +65,7 @@ def decoder_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if given is None:
             _warn_of_head(vars(self)[POOLING])
             given = gather(self, asked)
-        pooled = _checked(given, asked)
+        pooled = _from_head(given, asked)
         out = _run(original, self, pooled, asked)
         _bring_home(out, pooled, stays=("last_hidden_state",) if pooled.targets is not None else ())
         return out if _wants_dict(self, asked) else out.to_tuple()
@@ -97,17 +100,40 @@ def gather(
     decoder: nn.Module,
     asked: Mapping[str, Any],
     head: str = "home",
-    targets_of: Callable[[HomeRows], Any] | None = None,
+    targets_of: Callable[[HomeRows, Mapping[str, Any]], Any] | None = None,
 ) -> Pooled:
     """The rows of all ranks as one pack; see `gather_rows`."""
 
-    def checked(rows: HomeRows) -> Tensor | None:
-        _check(decoder, asked, rows)
-        return None if targets_of is None else targets_of(rows)
-
     pooling: Pooling = vars(decoder)[POOLING]
     pooling = replace(pooling, work=work_of_call(decoder, pooling.work, with_head=head == "pooled"))
-    return gather_rows(pooling, asked, _kind(decoder, asked, head), _weights(decoder), checked)
+    host = on_host(_to_read(decoder, asked))
+
+    def targets(rows: HomeRows) -> Tensor | None:
+        _check_call(decoder, asked, rows, host)
+        return None if targets_of is None else targets_of(rows, host)
+
+    return gather_rows(pooling, asked, host, _kind(decoder, asked, head), _weights(decoder, host), targets)
+
+
+def _to_read(decoder: nn.Module, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Whatever of a call, and of the weights, decisions of the host need."""
+    name = "labels" if asked.get("shift_labels") is None else "shift_labels"
+    found = {argument: asked.get(argument) for argument in ROW_ARGUMENTS}
+    found["ids"] = _range(asked.get("input_ids"))
+    found["labels"] = _range(asked.get(name), ignore_index(asked))
+    found["weights"] = sample(decoder, SAMPLES, 1)
+    return found
+
+
+def ignore_index(asked: Mapping[str, Any]) -> int:
+    return int(asked.get("ignore_index", -100))
+
+
+def _range(x: Any, ignored: int | None = None) -> Tensor | None:
+    """(2,): the smallest and the largest integer, with 0 in the place of ignored ones."""
+    if not isinstance(x, Tensor) or why_unusual(x) is not None or not x.numel() or not is_integer(x):
+        return None
+    return torch.stack((x if ignored is None else x.masked_fill(x == ignored, 0)).aminmax())
 
 
 def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
@@ -132,14 +158,14 @@ def _kind(decoder: nn.Module, asked: Mapping[str, Any], head: str) -> str:
     return f"{type(decoder).__name__} of {layers} layers of {width}, on {tokens}, with {shown}"
 
 
-def _weights(decoder: nn.Module) -> str:
+def _weights(decoder: nn.Module, host: Mapping[str, Any]) -> str:
     """What tells other weights: a few values, and of all of them dtype and whether they are trained.
 
     The tokens of a rank are computed with the weights of all ranks.
     """
     kinds = "".join(f"{p.dtype} {p.requires_grad}," for p in decoder.parameters())
-    values = sample(decoder, SAMPLES, 1)
-    return f"{kinds} {[] if values is None else values.tolist()}"  # one wait for the device, however many values
+    values = host["weights"]
+    return f"{kinds} {[] if values is None else values.tolist()}"
 
 
 def _planes(position_ids: Any) -> int:
@@ -156,7 +182,7 @@ def _warn_of_head(pooling: Pooling) -> None:
         )
 
 
-def _checked(given: Any, asked: Mapping[str, Any]) -> Pooled:
+def _from_head(given: Any, asked: Mapping[str, Any]) -> Pooled:
     """What the head has gathered, if it is what the decoder is called with."""
     if not isinstance(given, Pooled):
         raise InputError(
@@ -171,7 +197,7 @@ def _checked(given: Any, asked: Mapping[str, Any]) -> Pooled:
     return given
 
 
-def _check(decoder: Any, asked: Mapping[str, Any], rows: HomeRows) -> None:
+def _check_call(decoder: Any, asked: Mapping[str, Any], rows: HomeRows, host: Mapping[str, Any]) -> None:
     config = getattr(decoder, "config", None)
     implementation = getattr(config, "_attn_implementation", NAME)
     if implementation != NAME:
@@ -185,6 +211,8 @@ def _check(decoder: Any, asked: Mapping[str, Any], rows: HomeRows) -> None:
         raise InputError(
             'output_entropy goes with lw.pool(model, head="pooled"), which has no logits to compute it from'
         )
+    if decoder.training:
+        _check_dropout(decoder)
     ids = asked.get("input_ids")
     embedding = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
     if getattr(embedding, "neftune_noise_alpha", None) and decoder.training:
@@ -193,7 +221,7 @@ def _check(decoder: Any, asked: Mapping[str, Any], rows: HomeRows) -> None:
             "train without it"
         )
     if ids is not None and isinstance(embedding, nn.Embedding):
-        check_range("input_ids", ids, embedding.num_embeddings)
+        check_range("input_ids", host["ids"], embedding.num_embeddings)
     for name, value in asked.items():
         if name not in _READ and isinstance(value, Tensor) and value.shape[:2] == (rows.batch, rows.seq):
             raise InputError(
@@ -202,11 +230,20 @@ def _check(decoder: Any, asked: Mapping[str, Any], rows: HomeRows) -> None:
             )
 
 
-def check_range(name: str, ids: Tensor, count: int) -> None:
+def _check_dropout(decoder: nn.Module) -> None:
+    for name, module in decoder.named_modules():
+        share = vars(module).get("attention_dropout")
+        if isinstance(share, float) and share > 0:
+            raise InputError(
+                f"{name} asks for attention dropout {share} in training, which no layer across ranks has; {NO_DROPOUT}"
+            )
+
+
+def check_range(name: str, lowest_and_highest: Tensor | None, count: int) -> None:
     """Here, since else it would be found by whichever rank computes the token, while the others wait for it."""
-    if not ids.numel():
+    if lowest_and_highest is None:
         return
-    low, high = torch.stack(ids.aminmax()).tolist()
+    low, high = lowest_and_highest.tolist()
     if low < 0 or high >= count:
         raise InputError(f"{name} holds {low if low < 0 else high}; the model knows 0 to {count - 1}")
 

@@ -24,20 +24,18 @@ from torch.utils.checkpoint import checkpoint
 from longweave.errors import InputError
 from longweave.models.changes import Undo
 from longweave.models.loss import nll
+from longweave.models.packing import is_integer
 from longweave.models.pooled import Pooled
-from longweave.models.pooled_decoder import HiddenStates, arguments, check_range, gather, runs_alone
+from longweave.models.pooled_decoder import HiddenStates, arguments, check_range, gather, ignore_index, runs_alone
 from longweave.models.roles import is_model
 from longweave.models.rows import HomeRows
-from longweave.models.running import KEY
+from longweave.models.running import KEY, model_tokens
 from longweave.tensors import eager, widened
 
 HEAD_CHUNK = 1024  # tokens whose logits exist at once
 
 ENTROPY = "output_entropy"
 _DECODER = "_longweave_decoder"  # attribute of the module whose call is hooked
-
-# What heads return of every token. TRL's fused head knows them all.
-_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 class HeadCall(NamedTuple):
@@ -122,9 +120,9 @@ def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
     shifted = asked.get("shift_labels") is None
     targets: Tensor | None = None
 
-    def targets_of(rows: HomeRows) -> Tensor:
+    def targets_of(rows: HomeRows, host: Mapping[str, Any]) -> Tensor:
         nonlocal targets
-        targets = _targets(asked, rows, decoder.config.vocab_size)  # type: ignore[union-attr,arg-type]
+        targets = _targets(asked, rows, host, decoder.config.vocab_size)  # type: ignore[union-attr,arg-type]
         return targets
 
     pooled = gather(decoder, asked, "pooled", targets_of)
@@ -134,15 +132,14 @@ def _enter(decoder: nn.Module, asked: dict[str, Any]) -> dict[str, Any]:
     return {**asked, KEY: pooled, "labels": None, "shift_labels": pooled.targets, "return_dict": True}
 
 
-def _targets(asked: Mapping[str, Any], rows: HomeRows, vocabulary: int) -> Tensor:
+def _targets(asked: Mapping[str, Any], rows: HomeRows, host: Mapping[str, Any], vocabulary: int) -> Tensor:
     """What every token of the rows should predict, −100 where nothing."""
     name = "labels" if asked.get("shift_labels") is None else "shift_labels"
-    labels, ignored = asked[name], asked.get("ignore_index", -100)
+    labels, ignored = asked[name], ignore_index(asked)
     if not isinstance(labels, Tensor) or labels.shape != (rows.batch, rows.seq) or labels.dtype.is_floating_point:
         shown = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise InputError(f"{name} is {shown} for tokens of {(rows.batch, rows.seq)}; give an integer for every token")
-    counted = labels[labels != ignored]
-    check_range(name, counted, vocabulary)
+    check_range(name, host["labels"], vocabulary)
     if name == "labels" and rows.seq:
         labels = torch.cat([labels[:, 1:], labels.new_full((rows.batch, 1), ignored)], dim=1)
     # A padding token predicts nothing, though the first token of a left-padded row stands right of one.
@@ -157,21 +154,39 @@ def _leave(module: Any, pooled: Pooled, out: Any) -> Any:
             f'the forward of {type(module).__name__} was replaced after lw.pool(head="pooled") by one that returns no '
             "log_probs; undo that, or pool the model again"
         )
-    names = [name for name in _PER_TOKEN if out.get(name) is not None]
-    values = torch.stack([widened(out[name]) for name in names], dim=-1)
     columns = slice(-1 if call.shifted else None)
-    home = pooled.home(values)[:, columns]
-    found = {name: home[..., column].to(out[name].dtype) for column, name in enumerate(names)}
+    found = {name: x[:, columns] for name, x in _home(out, pooled).items()}
     counted = call.targets[:, columns] != -100
     if out.get("label_mask") is not None:
         found["label_mask"] = counted
     items = counted.sum().clamp(min=1) if call.items is None else call.items
-    loss = -found["log_probs"].sum() / (items.to(home.device) if isinstance(items, Tensor) else items)
+    loss = -found["log_probs"].sum() / (items.to(counted.device) if isinstance(items, Tensor) else items)
     if out.get("aux_loss") is not None:
         by_config = getattr(module.config.get_text_config(), "router_aux_loss_coef", 0.0)
         loss = loss + getattr(module, "router_aux_loss_coef", by_config) * out["aux_loss"]
     whole: Any = type(out)(**{**out, **found, "loss": loss})  # made anew, since the first entry must be the loss
     return whole.to_tuple() if call.as_tuple else whole
+
+
+def _home(out: Mapping[str, Any], pooled: Pooled) -> dict[str, Tensor]:
+    """Whatever it returned of every token of the pack: log-probabilities, entropies, hits, values of several columns.
+
+    Floats and flags are sent together, and integers.
+    """
+    tokens = (1, model_tokens(pooled.pack))
+    per_token = {name: x for name, x in out.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == tokens}
+    per_token.pop("label_mask", None)  # known at home
+    found: dict[str, Tensor] = {}
+    for integers in (False, True):
+        some = {name: x for name, x in per_token.items() if is_integer(x) == integers}
+        if not some:
+            continue
+        wide = [x.long() if integers else widened(x) for x in some.values()]
+        flat = [x.reshape(*tokens, -1) for x in wide]
+        parts = torch.split(pooled.home(torch.cat(flat, dim=-1)), [x.shape[-1] for x in flat], dim=-1)
+        for (name, x), part in zip(some.items(), parts, strict=True):
+            found[name] = part.reshape(*part.shape[:2], *x.shape[2:]).to(x.dtype)
+    return {name: found[name] for name in per_token}
 
 
 # -- the head itself -------------------------------------------------------------------------------------

@@ -54,21 +54,34 @@ class HomeRows:
         return x.reshape(self.batch, self.seq, *x.shape[1:])
 
 
-def read_rows(shape: torch.Size, device: torch.device, given: Mapping[str, Any]) -> HomeRows:
-    """Of tokens (batch, seq) and the arguments of the model's forward that came with them. Raises InputError."""
+#: The arguments whose values are read.
+ROW_ARGUMENTS = ("attention_mask", "position_ids", "cu_seq_lens_q", "seq_idx")
+
+
+def read_rows(
+    shape: torch.Size, device: torch.device, given: Mapping[str, Any], host: Mapping[str, Any] | None = None
+) -> HomeRows:
+    """Of tokens (batch, seq) and the arguments of the model's forward that came with them. Raises InputError.
+
+    host: copies of the arguments in `ROW_ARGUMENTS` in the host's memory, if there are any.
+    """
+    given = {**given, **{name: given.get(name) for name in ROW_ARGUMENTS}}
+    host = given if host is None else host
     if len(shape) != 2:
         raise InputError(f"the tokens have the shape {tuple(shape)}; give rows: (batch, seq)")
     batch, seq = shape
-    mask = given.get("attention_mask")
+    mask = host["attention_mask"]
     keep = np.ones((batch, seq), dtype=bool) if mask is None else kept_tokens(mask, batch, seq)
     places = np.flatnonzero(keep)
     whole = len(places) == batch * seq
-    positions, planes = _positions(given.get("position_ids"), batch, seq, device)
+    positions, planes = _positions(given["position_ids"], batch, seq, device)
     at = None if whole else torch.from_numpy(places).to(device)
     of_tokens = positions if at is None else positions.index_select(0, at)
     # Of four planes the first counts tokens. Three say where in an image a token is, and nothing of documents.
-    counted = given.get("position_ids") is not None and planes in ((), (4,))
-    begins = _begins(places, batch, seq, of_tokens[:, 0] if counted else None, given, whole)
+    counts: Ints | None = None
+    if given["position_ids"] is not None and planes in ((), (4,)):
+        counts = _positions(host["position_ids"], batch, seq, torch.device("cpu"))[0][:, 0].numpy()[places]
+    begins = _begins(places, batch, seq, counts, host, whole)
     lengths = np.diff(np.append(np.flatnonzero(begins), len(places)))
     return HomeRows(batch, seq, lengths, of_tokens, planes, at)
 
@@ -88,9 +101,7 @@ def _positions(given: Any, batch: int, seq: int, device: torch.device) -> tuple[
     return flat.T.long(), planes
 
 
-def _begins(
-    places: Ints, batch: int, seq: int, positions: Tensor | None, given: Mapping[str, Any], whole: bool
-) -> Flags:
+def _begins(places: Ints, batch: int, seq: int, positions: Ints | None, given: Mapping[str, Any], whole: bool) -> Flags:
     """Which tokens begin a document."""
     begins: Flags = np.diff(places // max(seq, 1), prepend=-1) != 0
     cu = given.get("cu_seq_lens_q")
@@ -114,7 +125,7 @@ def _begins(
         begins[1:] |= np.diff(of_tokens) != 0
         return begins
     if positions is not None:
-        steps = np.diff(positions.cpu().numpy())
+        steps = np.diff(positions)
         # Beside a mask, positions that skip some are those of one document, and only falling ones begin another.
         begins[1:] |= steps != 1 if given.get("attention_mask") is None else steps <= 0
     return begins

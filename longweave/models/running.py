@@ -61,7 +61,8 @@ def find_pack(kwargs: Mapping[str, Any]) -> Pack:
     if pack is None:
         raise InputError(
             "this model is parallel but was called without a batch; call model(**batch.inputs) with "
-            "batch = lw.shard_batch(...), or lw.restore(model) first to use it in one process (generate, a KV cache)"
+            "batch = lw.shard_batch(...) (a pooled model with its rows, not a layer by itself), or lw.restore(model) "
+            "first to use it in one process (generate, a KV cache)"
         )
     if not isinstance(pack, Pack):
         raise InputError(f"the argument {KEY!r} is a {type(pack).__name__}; it belongs to lw.shard_batch(...).inputs")
@@ -103,7 +104,8 @@ def unbatch(x: Tensor, pack: Pack) -> Tensor:
     if tuple(x.shape[:2]) != (1, model_tokens(pack)):
         raise InputError(
             f"a layer was called with a tensor of shape {tuple(x.shape)}, but this rank's batch has the shape "
-            f"(1, {model_tokens(pack)}, …); call the model with batch.inputs unchanged"
+            f"(1, {model_tokens(pack)}, …); call the model with batch.inputs unchanged; in a pooled model nothing "
+            "between the rows and the layers may add or drop tokens"
         )
     return x[0, : pack.tokens]
 

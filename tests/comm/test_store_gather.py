@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import longweave as lw
@@ -221,3 +222,50 @@ def test_any_store_tells_who_is_missing(kind: str, tmp_path: Path) -> None:
     assert store_gather._put(store, "a", b"+") == b"+"
     assert store_gather._put(store, "b", b"-") == b"here", "who comes first stays"
     assert store_gather._missing(store, ["a", "b"], 0.1, lambda: None) == []
+
+
+def waits_elsewhere(limit: float, late: float) -> tuple[str, float]:
+    """Rank 0 waits for an exchange that rank 1 does not make, because it has gone on to the next gather."""
+    lw.set_wait(limit)
+    try:
+        pack = lw.Pack([0, 40], layout="zigzag")
+        q = torch.randn(pack.tokens, 2, 8)
+        for _ in range(3):
+            pack = lw.Pack([0, 40], layout="zigzag")
+            lw.attention(q, q, q, pack)
+            gather(b"x")
+        begun = time.monotonic()
+        if dist.get_rank() == 0:
+            said = catch(lambda: lw.attention(q, q, q, pack))
+        else:
+            time.sleep(late)
+            said = catch(lambda: gather(b"x", 60.0))
+        return said, time.monotonic() - begun
+    finally:
+        lw.set_wait(None)
+
+
+def test_ranks_that_wait_here_count_as_waiting(ranks: Ranks) -> None:
+    """A rank whose exchange is not answered meanwhile says so after the limit, and ends the wait in the gather."""
+    for said, took in ranks.run(waits_elsewhere, 2.0, 0.0, size=2, timeout=60):
+        assert "the ranks wait in different calls" in said
+        assert "rank 0 waits in attention, forward" in said
+        assert "rank 1 waits in the test" in said
+        assert took < 20
+
+
+def in_no_call(limit: float, late: float) -> list[bytes]:
+    """The limit of waits for exchanges is not that of this gather: rank 1 is in no call for longer."""
+    lw.set_wait(limit)
+    try:
+        lw.Pack([0, 40])
+        lw.Pack([0, 40])
+        gather(b"x")
+        time.sleep(late if dist.get_rank() else 0.0)
+        return gather(b"y", 30.0)
+    finally:
+        lw.set_wait(None)
+
+
+def test_a_rank_in_no_call_is_waited_for_as_long_as_was_asked(ranks: Ranks) -> None:
+    assert ranks.run(in_no_call, 1.0, 5.0, size=3, timeout=60) == [[b"y"] * 3] * 3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES, Expected, build, data, exact
+from families import FAMILIES, VOCAB, Expected, build, data, exact
 from pool_rows import KINDS, places_of, rows, valid
 from reference import worst
 from test_agreement import ODD, catch
@@ -167,6 +167,39 @@ def test_ddp_and_fsdp_need_no_scaling(ranks: Ranks, wrapper: str, head: str) -> 
     ranks.run(wrapped, expected("qwen3_5"), wrapper, head, size=3)
 
 
+def wrapped_in_fsdp1(want: Expected, head: str, originals: bool, nested: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    world = dist.get_world_size()
+    model = lw.pool(build("llama"), layout="zigzag", head=head, wait=20)
+    policy = ModuleWrapPolicy({type(model.model.layers[0])}) if nested else None
+    outer = FullyShardedDataParallel(
+        model, use_orig_params=originals, auto_wrap_policy=policy, device_id=torch.device("cpu")
+    )
+    given, _ = rows("right", dist.get_rank(), world)
+    with exact(torch.float64, "llama"):
+        for _ in range(2):
+            loss = outer(**given, num_items_in_batch=valid(data())).loss
+            (loss * world / 2).backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    assert worst(total, want.loss) < 1e-9
+    with FullyShardedDataParallel.summon_full_params(outer, with_grads=originals):
+        for name, p in model.named_parameters():
+            name = name.replace("_fsdp_wrapped_module.", "")
+            if originals:
+                assert worst(p.grad, want.grads[name]) < 1e-9, name
+
+
+@pytest.mark.parametrize(("head", "originals", "nested"), [
+    ("home", True, True), ("home", False, True), ("pooled", True, True), ("pooled", False, False),
+])  # fmt: skip
+def test_fsdp1(ranks: Ranks, head: str, originals: bool, nested: bool) -> None:
+    """Its parameters are views of shards, which differ from rank to rank by nature."""
+    ranks.run(wrapped_in_fsdp1, expected("llama"), head, originals, nested, size=2)
+
+
 def in_evaluation(want: Expected) -> None:
     model = lw.pool(build("qwen3_5"), layout="zigzag").eval()
     given, keep = rows("left", dist.get_rank(), dist.get_world_size())
@@ -254,7 +287,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "no_grad": {"gradients": False},
     "eval": {"training": False},
     "layout": {"how": {"layout": "contiguous"}},
-    "mask": {"how": {"mask": "full"}},
+    "mask": {"how": {"mask": "full"}, "sees_ahead": True},
     "head": {"how": {"head": "pooled"}},
     "strategy": {"how": {"strategy": "ring"}},
     "option": {"how": {"strategy": "groupcast", "stages": 2}},
@@ -272,6 +305,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "borders": ({"cu_seq_lens_q": [0, 2]}, "cu_seq_lens_q ends at 2, but the batch has 3 tokens"),
     "no tokens": ({"input_ids": None}, "neither of input_ids and inputs_embeds was given"),
     "attentions": ({"output_attentions": True}, "a pooled model never holds attention weights"),
+    "dropout": ({}, "layers.1.self_attn asks for attention dropout 0.1 in training"),
     "stranger": ({"token_type_ids": torch.zeros(1, 3)}, "the argument token_type_ids has a value for every token"),
 }
 
@@ -285,9 +319,13 @@ def call_otherwise(
     checkpointing: bool = False,
     embeddings: bool = False,
     autocast: bool = False,
+    sees_ahead: bool = False,
     arguments: dict[str, Any] | None = None,
 ) -> None:
-    model = lw.pool(build(family, torch.float32), **{"layout": "zigzag", "wait": 20, **(how or {})}).train(training)
+    model = build(family, torch.float32).train(training)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = not sees_ahead
+    lw.pool(model, **{"layout": "zigzag", "wait": 20, **(how or {})})
     if frozen:
         model.model.layers[0].mlp.requires_grad_(False)
     if checkpointing:
@@ -309,8 +347,12 @@ def calls_that_differ() -> tuple[dict[str, str], dict[str, str]]:
         given = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[1, 2, 3]])}
         for name, (bad, _) in BAD_ROWS.items():
             arguments = {**given, **(bad if odd else {})}
+            model.model.layers[1].self_attn.attention_dropout = 0.1 * (odd and name == "dropout")
             refused[f"{head}, {name}"] = catch(lambda: model(**arguments))  # noqa: B023
-        model(**given).loss.backward()
+        model.model.layers[1].self_attn.attention_dropout = 0.1
+        model.eval()(**given)  # there is none in evaluation
+        model.model.layers[1].self_attn.attention_dropout = 0.0
+        model.train()(**given).loss.backward()
     return differ, refused
 
 
@@ -359,6 +401,24 @@ def test_bad_options_are_refused_and_change_nothing(how: dict, message: str) -> 
     with pytest.raises(lw.InputError, match=message):
         lw.pool(model, **how)
     assert snapshot(model) == before
+
+
+def test_a_mask_that_is_not_the_models_is_refused() -> None:
+    model, encoder = build("llama", torch.float32), build("llama", torch.float32).model
+    for layer in encoder.layers:
+        layer.self_attn.is_causal = False
+    by_config = build("llama", torch.float32, is_causal=False)
+    for one, wrong, right in ((model, "full", "causal"), (encoder, "causal", "full"), (by_config, "causal", "full")):
+        before = snapshot(one)
+        with pytest.raises(lw.InputError, match=rf'mask is "{wrong}", but layers\.0\.self_attn.*mask="{right}"'):
+            lw.pool(one, mask=wrong)
+        assert snapshot(one) == before
+        lw.pool(one, mask=right)
+    ids = data().ids[None, :9]
+    other = ids.clone()
+    other[0, -1] = (other[0, -1] + 1) % VOCAB
+    assert worst(encoder(ids).last_hidden_state[:, 0], encoder(other).last_hidden_state[:, 0]) > 1e-4
+    assert model(ids).logits[:, 0].equal(model(other).logits[:, 0])
 
 
 def test_models_that_are_refused() -> None:
@@ -486,9 +546,11 @@ def test_a_pooled_head_needs_a_language_model() -> None:
 def test_calls_that_are_refused(head: str) -> None:
     model = lw.pool(build("llama", torch.float32), head=head)
     given = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[1, 2, 3]])}
-    for bad, message in BAD_ROWS.values():
+    for name, (bad, message) in BAD_ROWS.items():
+        model.model.layers[1].self_attn.attention_dropout = 0.1 * (name == "dropout")
         with pytest.raises(lw.InputError, match=re.escape(message)):
             model(**{**given, **bad})
+    model.model.layers[1].self_attn.attention_dropout = 0.0
     with pytest.raises(lw.InputError, match="the rows of all ranks are padding only"):
         model(**given, attention_mask=torch.zeros(1, 3))
     model(**given).loss.backward()

@@ -1,7 +1,9 @@
 """lw.pool in use: generation, caches, other heads, sub-groups, autocast, compiled layers, copies, saved models."""
 
 import copy
+import warnings
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -22,8 +24,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    BertConfig,
+    BertModel,
     DynamicCache,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
+from transformers.utils.generic import ModelOutput
 
 import longweave as lw
 from longweave.launch import Ranks
@@ -403,6 +410,129 @@ def without_ddp() -> None:
 
 def test_weights_that_differ_are_named(ranks: Ranks) -> None:
     ranks.run(without_ddp, size=2)
+
+
+def prefix_tuning() -> int:
+    """How often it was said that the calls share nothing."""
+    from peft import PrefixTuningConfig, get_peft_model
+
+    model = get_peft_model(
+        build("llama", torch.float32), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    lw.pool(model, wait=5)
+    ids = data().ids[None, : 9 + dist.get_rank()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    return sum("runs alone on its rank" in str(one.message) for one in caught)
+
+
+def test_training_alone_is_said_once(ranks: Ranks) -> None:
+    assert ranks.run(prefix_tuning, size=2) == [1, 1]
+
+
+def test_a_pooled_model_is_not_pickled(tmp_path: Path) -> None:
+    for head in ("home", "pooled"):
+        model = lw.pool(build("llama"), head=head)
+        with pytest.raises(lw.InputError, match=r"cannot be pickled.*lw\.restore\(model\) first"):
+            torch.save(model, tmp_path / "model.pt")
+        torch.save(lw.restore(model), tmp_path / "model.pt")
+        copy.deepcopy(lw.pool(model, head=head))
+
+
+# -- models around a decoder -------------------------------------------------------------------------
+
+
+class TwoModels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        self.decoder = build("llama", torch.float32)
+        self.encoder = BertModel(BertConfig(**sizes, num_attention_heads=2)).eval()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.decoder(ids).logits.sum() + self.encoder(ids).last_hidden_state.square().sum()
+
+
+def test_other_models_beside_the_decoder_stay_as_they_are() -> None:
+    model, ids = TwoModels(), data().ids[None, :9]
+    config = model.encoder.config
+    want, alone = model(ids), model.encoder(ids).last_hidden_state
+    lw.pool(model)
+    assert model.encoder.config is config
+    assert model.encoder(ids).last_hidden_state.equal(alone)
+    assert worst(model(ids), want) < 1e-5
+    lw.restore(model)
+    assert model.encoder(ids).last_hidden_state.equal(alone)
+    assert worst(model(ids), want) < 1e-6
+
+
+def with_images() -> tuple[Any, dict[str, Tensor]]:
+    """A Qwen3.5 with a vision tower, and a row of text around four image tokens."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "num_position_embeddings": 64, "spatial_merge_size": 2}
+    text = build("qwen3_5").config.to_dict()
+    tokens = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    torch.manual_seed(0)
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision, **tokens)).double()
+    ids = torch.randint(80, (1, 12 + 5 * (dist.is_initialized() and dist.get_rank())))
+    ids[0, 2], ids[0, 3:7] = 92, 90
+    images = {"pixel_values": torch.randn(16, 96).double(), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return model, {"input_ids": ids, "labels": ids, "mm_token_type_ids": (ids == 90).int(), **images}
+
+
+def multimodal() -> None:
+    model, given = with_images()
+    with exact(torch.float64, "qwen3_5"):
+        want = model(**given).loss
+        tower = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
+        lw.pool(model, layout="zigzag")
+        assert model.model.visual.config._attn_implementation != "longweave"
+        if dist.get_rank():  # alone, on its rank
+            again = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
+            assert again.pooler_output.equal(tower.pooler_output)
+        loss = model(**given).loss
+        loss.backward()
+        assert worst(loss, want) < 1e-9
+        assert model.model.visual.patch_embed.proj.weight.grad.abs().max() > 0
+        lw.restore(model)
+        assert worst(model(**given).loss, want) < 1e-9
+
+
+def test_a_vision_tower_runs_on_its_rank(ranks: Ranks) -> None:
+    ranks.run(multimodal, size=2)
+
+
+def several_columns() -> None:
+    """A forward put in the place of the head's returns whatever it likes of every token: all of it comes home."""
+    model = lw.pool(build("llama"), head="pooled", layout="zigzag")
+
+    def forward(self: Any, *args: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> ModelOutput:
+        kwargs = {name: x for name, x in kwargs.items() if name not in ("return_dict", "num_items_in_batch")}
+        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        log_p = torch.log_softmax(self.lm_head(hidden), -1)
+        found = log_p.gather(-1, shift_labels.clamp(min=0)[..., None])[..., 0]
+        best = log_p.argmax(-1)
+        return ModelOutput(loss=found.sum(), log_probs=found, best=best, hit=best == shift_labels, two=log_p[..., :2])
+
+    plain = build("llama")
+    given, keep = rows("right", dist.get_rank(), dist.get_world_size())
+    model.forward = MethodType(forward, model)
+    with exact(torch.float64, "llama"):
+        out = model(**given)
+        want = torch.log_softmax(plain(**given).logits, -1)[:, :-1]
+    keep = keep[:, :-1] & keep[:, 1:]
+    assert out.best[keep].equal(want.argmax(-1)[keep])
+    assert out.hit[keep].equal((want.argmax(-1) == given["labels"][:, 1:])[keep])
+    assert out.two.shape == (*keep.shape, 2)
+    assert worst(out.two[keep], want[..., :2][keep]) < 1e-9
+
+
+def test_whatever_a_head_returns_comes_home(ranks: Ranks) -> None:
+    ranks.run(several_columns, size=2)
 
 
 def in_a_group_of_one() -> None:
