@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from longweave.launch import Ranks
-from longweave.tools.charts import draw_losses, draw_run
+from longweave.tools.charts import draw_run
 from longweave.tools.timeline import Timeline
 from longweave.tools.train import failures
 from longweave.tools.train.loop import TIMELINE, Metrics, TrainConfig, train
@@ -83,7 +83,6 @@ def draw(name: str, history: list[Metrics], out: Path) -> str:
     if not history:  # the pictures of the run that did the steps stay
         return f"wrote {out / 'metrics.jsonl'}"
     timeline = Timeline.load(out / TIMELINE)
-    draw_losses({name: history}, out / "loss.png")
-    draw_run({name: history}, timeline, out / "run.png")
+    draw_run(name, history, timeline, out / "run.png")
     shown = f"loss, tokens/s, load of the ranks, {timeline.title} of each"
-    return f"wrote {out / 'metrics.jsonl'}, {TIMELINE}, loss.png and run.png: {shown}"
+    return f"wrote {out / 'metrics.jsonl'}, {TIMELINE} and run.png: {shown}"
