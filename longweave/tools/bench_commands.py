@@ -172,10 +172,9 @@ def bench_host(rounds: int = typer.Option(300, min=1, help="Calls of each kind."
 @bench.command("linear")
 def bench_linear(
     tokens: list[int] = typer.Argument(None, min=16, help="Lengths for the methods; 4096 to 65536 by default."),  # noqa: B008
-    plot: Path = typer.Option(Path("out/linear.png"), help="Where the plot of the methods goes."),  # noqa: B008
+    picture: Path = PICTURE,
 ) -> None:
     """The gated delta rule: over lengths, and by every method on 2 local ranks."""
-    require("matplotlib")
     from longweave.tools.bench import linear
 
     table = Table(title="gated delta rule, float32, 4 heads, 128 × 128, one thread a process unless said")
@@ -191,8 +190,8 @@ def bench_linear(
     for line in rows:
         table.add_row(str(line.tokens), line.method, f"{line.bytes_sent / 2**20:.2f}", f"{line.seconds:.3f}")
     console.print(table)
-    linear.plot(rows, plot)
-    console.print(f"plot: {plot}")
+    if picture:
+        typer.echo(linear.draw_methods(rows, picture))
 
 
 @bench.command("pool")
