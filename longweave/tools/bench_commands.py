@@ -177,7 +177,7 @@ def bench_linear(
     """The gated delta rule: over lengths, and by every method on 2 local ranks."""
     from longweave.tools.bench import linear
 
-    table = Table(title="gated delta rule, float32, 4 heads, 128 × 128, one thread a process unless said")
+    table = Table(title="gated delta rule, float32, 4 heads, 128 × 128, one thread a process unless named")
     for column in ("what", "seconds", "ratio", "goal", "over"):
         table.add_column(column, justify="left" if column in ("what", "over") else "right")
     for row in (linear.growth(), linear.two_ranks()):
@@ -211,15 +211,15 @@ def bench_pool(
     from longweave.tools.bench import pool
     from longweave.tools.bench.tables import pool_panels, pool_table
 
-    said, panels = [], []
+    verdicts, panels = [], []
     with Ranks(ranks, timeout=3600) as workers:
         sizes = {"ranks": ranks, "rows": rows, "steps": steps, "longest": longest, "seed": seed, "rounds": rounds}
         for workload in pool.workloads(**sizes):
             lines = pool.run(workload, workers)
             console.print(pool_table(lines))
-            said += pool.verdict(lines)
+            verdicts += pool.verdict(lines)
             panels += pool_panels(lines)
-    for line in said:
+    for line in verdicts:
         typer.echo(line)
     if picture:
         typer.echo(charts.draw_bars(panels, picture, columns=2))
