@@ -66,7 +66,9 @@ def plan(
         with Console(stderr=True).status("planning") as status:
             tell = lambda what: status.update(f"planning {what}")  # noqa: E731
             for text in command.outputs(asked, picture, html, console.width, tell):
+                status.stop()  # it is drawn on the same terminal
                 typer.echo(text)
+                status.start()
     except LongweaveError as error:
         errors.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from error

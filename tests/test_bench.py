@@ -97,9 +97,26 @@ def test_linear(tmp_path: Path) -> None:
     sent = {(row.tokens, row.method): row.bytes_sent for row in rows}
     assert sent[128, "affine"] == sent[256, "affine"]
     assert sent[256, "gather"] == 2 * sent[128, "gather"]
-    linear.plot(rows, tmp_path / "made" / "plot.png")
-    assert (tmp_path / "made" / "plot.png").stat().st_size > 1000
+    assert linear.draw_methods(rows, tmp_path / "made" / "b.png") == f"wrote {tmp_path / 'made' / 'b.png'}"
+    assert (tmp_path / "made" / "b.png").stat().st_size > 1000
     assert linear.local_pass(64, backward=True, rounds=1) > 0
+
+
+def test_bench_linear_draws_only_if_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    line = linear.LinearTime("what", "against", 1.0, 1.0, "goal")
+    monkeypatch.setattr(linear, "growth", lambda: line)
+    monkeypatch.setattr(linear, "two_ranks", lambda: line)
+    monkeypatch.setattr(linear, "methods", lambda lengths: [linear.MethodTime(lengths[0], "affine", 1.0, 1024)])
+    refused = CliRunner().invoke(app, ["bench", "linear", "64", "--picture", "b.doc"])
+    assert refused.exit_code == 2
+    assert "the picture is 'b.doc'" in " ".join(refused.output.split())
+    assert CliRunner().invoke(app, ["bench", "linear", "64"]).exit_code == 0
+    assert not any(tmp_path.iterdir())
+    drawn = CliRunner().invoke(app, ["bench", "linear", "64", "--picture", "b.svg"])
+    assert "wrote b.svg" in drawn.output
+    assert (tmp_path / "b.svg").stat().st_size > 1000
 
 
 def test_plan() -> None:

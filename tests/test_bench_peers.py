@@ -68,9 +68,14 @@ def test_bars() -> None:
     assert judged == [
         ("one causal document, 2 ranks: 1.05 of ring-flash-attention zigzag", "the bar of 1.05 is met"),
         ("one causal document, 2 ranks: 0.90 of the kernel's own rate", "the bar of 0.95 is missed"),
-        ("packed documents, 4 ranks: 1.49 of ring-flash-attention llama3", "the bar of 1.50 is missed"),
+        (
+            "packed documents, 4 ranks: 1.49 of ring-flash-attention llama3",
+            "not decided: 1.50 lies between 1.44 and 1.75",
+        ),
         ("delta rule, 1 rank: 5.00 of Hugging Face's torch form", "the bar of 5.00 is met"),
     ]
+    fast = time_of(ZIGZAG, [0.96, 2.2, 4.8])  # the median is above the bar, but another run could miss it
+    assert verdict([fast], 2)[0].endswith("; not decided: 1.05 lies between 1.03 and 1.15")
     assert " (1.44 to 1.75; 1.49 by CPU time); " in said[2]
     assert "no bars" in verdict([time_of(ZIGZAG, [1.0, 2.0, 4.0], tokens=512)], 2)[0], "they are for other lengths"
 

@@ -260,21 +260,23 @@ class Report:
     def __str__(self) -> str:
         busiest = max(rank.area for rank in self.ranks)
         most = max(rank.tokens_received for rank in self.ranks)
+        moves_kv = self.strategy != "ulysses"  # which moves all that a rank has, for its share of the heads
         share = f"{100 * self.bytes_received / self.bytes_if_gathered:.1f} %" if self.bytes_if_gathered else "all"
         lines = [
             f"strategy {self.strategy} ({self.why})",
             *([self.details] if self.details else []),
             f"{self.total_tokens} tokens, {self.total_area} pairs, imbalance {self.imbalance:.3f}",
             f"busiest rank {busiest} pairs, bound {self.load_bound}; "
-            f"most received {most} tokens, bound {self.receive_bound}",
+            + (
+                f"most received {most} tokens, bound {self.receive_bound}" if moves_kv else "heads move, not K/V tokens"
+            ),
             f"{self.bytes_received / 1e6:.2f} MB received, {share} of gathering or a ring",
-            "rank    tokens            area    received        sent  MB received  tasks",
+            "rank    tokens           pairs  tokens received  tokens sent  MB received  tasks",
         ]
-        lines += [
-            f"{r.rank:4d}{r.tokens:10d}{r.area:16d}{r.tokens_received:12d}{r.tokens_sent:12d}"
-            f"{r.bytes_received / 1e6:13.2f}{r.kernel_tasks:7d}"
-            for r in self.ranks[:MOST_RANKS_SHOWN]
-        ]
+        for r in self.ranks[:MOST_RANKS_SHOWN]:
+            received, sent = (r.tokens_received, r.tokens_sent) if moves_kv else ("–", "–")
+            traffic = f"{received:>17}{sent:>13}{r.bytes_received / 1e6:13.2f}"
+            lines.append(f"{r.rank:4d}{r.tokens:10d}{r.area:16d}{traffic}{r.kernel_tasks:7d}")
         if len(self.ranks) > MOST_RANKS_SHOWN:
             lines.append(f"   … {len(self.ranks) - MOST_RANKS_SHOWN} more ranks")
         return "\n".join(lines)

@@ -172,13 +172,12 @@ def bench_host(rounds: int = typer.Option(300, min=1, help="Calls of each kind."
 @bench.command("linear")
 def bench_linear(
     tokens: list[int] = typer.Argument(None, min=16, help="Lengths for the methods; 4096 to 65536 by default."),  # noqa: B008
-    plot: Path = typer.Option(Path("out/linear.png"), help="Where the plot of the methods goes."),  # noqa: B008
+    picture: Path = PICTURE,
 ) -> None:
     """The gated delta rule: over lengths, and by every method on 2 local ranks."""
-    require("matplotlib")
     from longweave.tools.bench import linear
 
-    table = Table(title="gated delta rule, float32, 4 heads, 128 × 128, one thread a process unless said")
+    table = Table(title="gated delta rule, float32, 4 heads, 128 × 128, one thread a process unless named")
     for column in ("what", "seconds", "ratio", "goal", "over"):
         table.add_column(column, justify="left" if column in ("what", "over") else "right")
     for row in (linear.growth(), linear.two_ranks()):
@@ -191,8 +190,8 @@ def bench_linear(
     for line in rows:
         table.add_row(str(line.tokens), line.method, f"{line.bytes_sent / 2**20:.2f}", f"{line.seconds:.3f}")
     console.print(table)
-    linear.plot(rows, plot)
-    console.print(f"plot: {plot}")
+    if picture:
+        typer.echo(linear.draw_methods(rows, picture))
 
 
 @bench.command("pool")
@@ -212,15 +211,15 @@ def bench_pool(
     from longweave.tools.bench import pool
     from longweave.tools.bench.tables import pool_panels, pool_table
 
-    said, panels = [], []
+    verdicts, panels = [], []
     with Ranks(ranks, timeout=3600) as workers:
         sizes = {"ranks": ranks, "rows": rows, "steps": steps, "longest": longest, "seed": seed, "rounds": rounds}
         for workload in pool.workloads(**sizes):
             lines = pool.run(workload, workers)
             console.print(pool_table(lines))
-            said += pool.verdict(lines)
+            verdicts += pool.verdict(lines)
             panels += pool_panels(lines)
-    for line in said:
+    for line in verdicts:
         typer.echo(line)
     if picture:
         typer.echo(charts.draw_bars(panels, picture, columns=2))

@@ -60,38 +60,24 @@ def save_figure(figure: Any, path: Path) -> str:
 # -- a run ---------------------------------------------------------------------------------------------
 
 
-def draw_losses(curves: Mapping[str, Sequence[Metrics]], path: Path) -> None:
-    """The losses of one or more runs."""
-    figure = check_picture(path)(figsize=(7, 4), layout="constrained")
-    _losses(figure.add_subplot(), curves)
-    save_figure(figure, path)
-
-
-def draw_run(curves: Mapping[str, Sequence[Metrics]], timeline: Timeline, path: Path) -> None:
-    """Loss, tokens a second, load of the ranks of the first run, and one step of it."""
+def draw_run(name: str, history: Sequence[Metrics], timeline: Timeline, path: Path) -> None:
+    """Loss, tokens a second, load of the ranks, and one step."""
     lanes = _lane_height(timeline)
     figure = check_picture(path)(figsize=(12, 3.6 + lanes), layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=(3.6, lanes))
-    _losses(figure.add_subplot(grid[0, 0]), curves)
-    speed = figure.add_subplot(grid[0, 1])
-    for name, history in curves.items():
-        speed.plot([m.step for m in history], [m.tokens_per_second for m in history], linewidth=1.5, label=name)
+    steps = [m.step for m in history]
+    loss, speed = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+    loss.plot(steps, [m.loss for m in history], linewidth=2, label=name)
+    loss.set(xlabel="step", title="loss, nats per byte")
+    _finish(loss)
+    speed.plot(steps, [m.tokens_per_second for m in history], linewidth=1.5, label=name)
     speed.set(xlabel="step", title="tokens a second, of all ranks")
     speed.set_ylim(bottom=0)
     _finish(speed)
-    _loads(figure.add_subplot(grid[0, 2]), next(iter(curves.values())))
+    _loads(figure.add_subplot(grid[0, 2]), history)
     _lanes(figure.add_subplot(grid[1, :]), timeline)
     _lane_legend(figure)
     save_figure(figure, path)
-
-
-def _losses(axes: Any, curves: Mapping[str, Sequence[Metrics]]) -> None:
-    for i, (name, history) in enumerate(curves.items()):
-        axes.plot(
-            [m.step for m in history], [m.loss for m in history], "-" if i == 0 else "--", linewidth=2, label=name
-        )
-    axes.set(xlabel="step", title="loss, nats per byte")
-    _finish(axes)
 
 
 def _loads(axes: Any, history: Sequence[Metrics]) -> None:

@@ -1,6 +1,7 @@
 """The demo as one page: text, numbers and drawings of one run in a single HTML file that needs nothing else.
 
-Drawings are inline SVG in the colours of the page, light or dark. Bars of the timeline tell on hover what they are.
+Drawings are inline SVG in the colours of the page, light or dark. The page of the plan is inside, as a document of its
+own: neither's names and styles meet the other's.
 """
 
 from __future__ import annotations
@@ -44,8 +45,32 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: 2px 12px 2px 0; text-align: right; white-space: nowrap; }
 th { color: var(--quiet); font-weight: 400; }
 td:first-child, th:first-child { text-align: left; }
+#bar { min-height: 1.45em; font-variant-numeric: tabular-nums; } .lanes [tabindex] { outline-offset: 1px; }
+.lanes :focus { outline: 2px solid var(--ink); }
+iframe { display: block; width: 100%; height: 900px; border: 1px solid var(--line); border-radius: 8px; }
 """
 
+# What a bar of the timeline is, below the drawing: for pointers, fingers and keys. A lane is one stop of Tab.
+SCRIPT = """
+const lanes = document.querySelector(".lanes"), words = document.getElementById("bar");
+const show = ({ target }) => { if (target.hasAttribute("tabindex")) words.textContent = target.textContent; };
+for (const kind of ["pointerover", "click", "focusin"]) lanes.addEventListener(kind, show);
+lanes.addEventListener("keydown", event => {
+  const way = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+  const bar = way && event.target[way];
+  if (!bar || !bar.hasAttribute("tabindex")) return;
+  event.preventDefault();
+  bar.focus();
+});
+const frame = document.querySelector("iframe");
+frame.addEventListener("load", () => {
+  const page = frame.contentDocument.body;
+  const fit = () => { frame.style.height = `${page.getBoundingClientRect().height + 24}px`; };
+  new frame.contentWindow.ResizeObserver(fit).observe(page);
+});
+"""
+
+LOSS_COLUMNS = ("step", "two ranks", "one process", "difference")
 LANE, GUTTER, WIDTH = 34, 62, 1000  # of the timeline: height of a lane, room for its name, all of it
 
 
@@ -72,9 +97,17 @@ class DemoResult:
     def imbalance(self) -> float:
         return max(m.imbalance for m in self.two)
 
+    def loss_rows(self) -> list[list[str]]:
+        """Of every fifth step and the last; see LOSS_COLUMNS."""
+        return [
+            [str(a.step), f"{a.loss:.6f}", f"{b.loss:.6f}", f"{a.loss - b.loss:+.1e}"]
+            for a, b in zip(self.two, self.one, strict=True)
+            if a.step % 5 == 0 or a is self.two[-1]
+        ]
 
-def demo_page(result: DemoResult) -> str:
-    """The page as text; `plan.html` is expected beside it."""
+
+def demo_page(result: DemoResult, plan_page: str) -> str:
+    """The page as text, with the page of the plan inside."""
     two, one, timeline = result.two, result.one, result.timeline
     speeds = {name: float(np.median([m.tokens_per_second for m in run])) for name, run in _runs(result).items()}
     facts = {
@@ -103,16 +136,18 @@ on one balanced layout. With the sequence split between two ranks the losses are
 </div>
 <h2>One step, rank by rank</h2>
 <p class="quiet">{escape(timeline.title)}, {1e3 * timeline.seconds:.1f} ms. Every rank's own clock, from when it left
-the barrier in front of the step. Triangles are exchanges that were sent; hover, or touch, for what a bar is.</p>
+the barrier in front of the step. Triangles are exchanges that were sent.</p>
 <p class="quiet">{"".join(_key(name) for name in SHADES)}</p>
 <div class="wide">{_lanes(timeline)}</div>
+<p id="bar">Hover, touch, or go with Tab and the arrow keys: what a bar is.</p>
 {_lane_table(timeline)}
-<h2>The plan of the first pack</h2>
-<p><a href="plan.html">Explore it</a>: who holds, computes, sends and receives what, with other layouts and
-strategies.</p>
-<pre>{escape(result.plan_text)}</pre>
 <h2>Losses</h2>
-{_loss_table(two, one)}
+<div class="wide">{_table(LOSS_COLUMNS, result.loss_rows())}</div>
+<h2>The plan of the first pack</h2>
+<pre>{escape(result.plan_text)}</pre>
+<p>To explore: who holds, computes, sends and receives what, with other layouts and strategies beside it.</p>
+<iframe title="the plan, to explore" loading="lazy" srcdoc="{escape(plan_page)}"></iframe>
+<script>{SCRIPT}</script>
 </body></html>
 """
 
@@ -174,9 +209,7 @@ def _key(name: str) -> str:
 def _lanes(timeline: Timeline) -> str:
     scale = (WIDTH - GUTTER - 6) / timeline.seconds
     height = LANE * len(timeline.lanes) + 26
-    parts = []
-    for row, lane in enumerate(timeline.lanes):
-        parts.append(_lane(lane, LANE * row, scale))
+    parts = [_lane(lane, LANE * row, scale) for row, lane in enumerate(timeline.lanes)]
     for tick in np.linspace(0, timeline.seconds, 6):
         at = GUTTER + tick * scale
         anchor = "end" if tick == timeline.seconds else "middle"
@@ -184,26 +217,26 @@ def _lanes(timeline: Timeline) -> str:
             f'<text class="dim" x="{at:.1f}" y="{height - 6}" text-anchor="{anchor}">{1e3 * tick:.0f} ms</text>'
         )
     label = escape(f"{timeline.title}: busy and waiting, one lane a rank")
-    return f'<svg class="lanes" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return f'<svg class="lanes" viewBox="0 0 {WIDTH} {height}" role="group" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def _lane(lane: Lane, top: int, scale: float) -> str:
-    parts = [f'<text x="0" y="{top + 25}">rank {lane.rank}</text>']
+    bars = []
     for one in lane.intervals:
         what = one.what or "the rest of the step"
-        title = f"{one.kind}: {what}, {1e3 * one.seconds:.3f} ms from {1e3 * one.begin:.3f} ms"
-        parts.append(
-            f'<rect x="{GUTTER + one.begin * scale:.2f}" y="{top + 11}" width="{one.seconds * scale:.2f}" height="20" '
-            f'style="fill: var(--{shade(one)})"><title>{escape(title)}</title></rect>'
-        )
+        words = f"{one.kind}: {what}, {1e3 * one.seconds:.3f} ms from {1e3 * one.begin:.3f} ms"
+        place = f'x="{GUTTER + one.begin * scale:.2f}" y="{top + 11}" width="{one.seconds * scale:.2f}" height="20"'
+        bars.append((f"rect {place}", f"var(--{shade(one)})", words))
     for sent in lane.sent:
         to = f" to rank {', '.join(map(str, sent.peers))}" if sent.peers else ""
-        title = f"sent: {sent.what or 'outside of calls'}, {sent.bytes_sent} bytes{to}, at {1e3 * sent.at:.3f} ms"
-        x = GUTTER + sent.at * scale
-        parts.append(
-            f'<path d="M{x - 4:.1f} {top + 3}h8l-4 7z" style="fill: var(--ink)"><title>{escape(title)}</title></path>'
-        )
-    return "".join(parts)
+        words = f"sent: {sent.what or 'outside of calls'}, {sent.bytes_sent} bytes{to}, at {1e3 * sent.at:.3f} ms"
+        bars.append((f'path d="M{GUTTER + sent.at * scale - 4:.1f} {top + 3}h8l-4 7z"', "var(--ink)", words))
+    drawn = "".join(
+        f'<{shape} style="fill: {fill}" role="img" tabindex="{-1 if i else 0}">'
+        f"<title>{escape(f'rank {lane.rank}, {words}')}</title></{shape.split()[0]}>"
+        for i, (shape, fill, words) in enumerate(bars)
+    )
+    return f'<g><text x="0" y="{top + 25}">rank {lane.rank}</text>{drawn}</g>'
 
 
 def _lane_table(timeline: Timeline) -> str:
@@ -230,16 +263,7 @@ def _lane_table(timeline: Timeline) -> str:
 # -- tables --------------------------------------------------------------------------------------------
 
 
-def _loss_table(two: Sequence[Metrics], one: Sequence[Metrics]) -> str:
-    rows = [
-        [str(a.step), f"{a.loss:.6f}", f"{b.loss:.6f}", f"{a.loss - b.loss:+.1e}"]
-        for a, b in zip(two, one, strict=True)
-        if a.step % 5 == 0 or a is two[-1]
-    ]
-    return f'<div class="wide">{_table(["step", "two ranks", "one process", "difference"], rows)}</div>'
-
-
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

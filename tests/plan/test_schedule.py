@@ -115,6 +115,15 @@ def test_report(strategy: str) -> None:
     assert "imbalance" in text
     assert "bound" in text
     assert len(text.splitlines()) >= 8
+    header, *rows = text.splitlines()[-5:]
+    assert " ".join(header.split()) == "rank tokens pairs tokens received tokens sent MB received tasks"
+    moved = (
+        [["–"] * 2] * 4
+        if strategy == "ulysses"
+        else [[f"{r.tokens_received}", f"{r.tokens_sent}"] for r in report.ranks]
+    )
+    assert [row.split()[3:5] for row in rows] == moved, "Ulysses moves heads"
+    assert ("heads move, not K/V tokens" in text) == (strategy == "ulysses")
 
 
 def test_report_shows_what_groupcast_saves() -> None:

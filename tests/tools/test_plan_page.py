@@ -9,6 +9,7 @@ import browser
 import numpy as np
 import pytest
 
+from longweave.plan.stages import exchange_matrix, plan_stages
 from longweave.plan.tasks import GroupCast
 from longweave.tools.planning import PlanRequest
 from longweave.tools.planning.page import make_page
@@ -139,6 +140,46 @@ def test_hovering_and_playing(pages: dict[str, Path], chromium: browser.Browser)
     chromium.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     assert "token 5: document 0" in chromium.texts(".inspect")[0]
     assert chromium.problems() == []
+
+
+def test_the_pictures_are_there_in_words(pages: dict[str, Path], chromium: browser.Browser) -> None:
+    """For those who do not see them: names of everything drawn, numbers in tables, and silence while others hover."""
+    chromium.resize(1280, 900)
+    chromium.open(pages["small"])
+    nameless = "return [...document.querySelectorAll('canvas')].filter(c => c.role !== 'img' || !c.ariaLabel).length"
+    assert chromium.run(nameless) == 0
+    assert chromium.run("return [...document.querySelectorAll('.panel')].map(p => p.ariaLabel)") == [
+        "left plan",
+        "right plan",
+    ]
+    choose(chromium, 1, "balanced", "groupcast")
+    chromium.run(
+        "document.querySelectorAll('.exchange')[1].open = true; return new Promise(done => setTimeout(done, 100))"
+    )
+    rows = chromium.run("return [...document.querySelectorAll('.messages')[1].rows].map(r => r.innerText.split('\\t'))")
+    matrix = exchange_matrix(plan_stages(REQUEST.make_plan(REQUEST.make_layout("balanced"), "groupcast")))
+    assert rows[0] == ["from rank", "to rank", "bytes"]
+    assert [[ints(cell)[0] for cell in row] for row in rows[1:]] == [
+        [a, b, matrix[a, b]] for a in range(4) for b in range(4) if matrix[a, b]
+    ]
+    assert chromium.run("return [...document.querySelectorAll('th')].filter(cell => cell.scope !== 'col').length") == 0
+    live = "return document.querySelectorAll('[aria-live]').length"
+    chromium.hover(".map", 0.05, 0.4)
+    assert chromium.run(live) == 0
+    chromium.run("const t = document.querySelector('#token'); t.value = 5; t.dispatchEvent(new Event('input'))")
+    assert chromium.run(live) == 2
+    for hides in (
+        "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))",
+        "document.querySelector('h1').dispatchEvent(new Event('pointerdown', {bubbles: true}))",
+    ):
+        chromium.hover(".holds", 0.3, 0.3)  # elsewhere, and then to a place that is scrolled to: scrolling hides it
+        chromium.hover(".map", 0.05, 0.4)
+        chromium.run("return new Promise(done => setTimeout(done, 100))")
+        chromium.hover(".map", 0.06, 0.4)
+        shown = "return document.querySelector('.tip').style.display"
+        assert chromium.run(shown) == "block"
+        chromium.run(hides)
+        assert chromium.run(shown) == "none"
 
 
 @pytest.mark.parametrize("dark", [False, True])

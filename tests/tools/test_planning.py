@@ -48,6 +48,11 @@ BAD = {
     "two.csv": ("a,b\n1,2\n", "name one of them length"),
     "short.csv": ("id,length\n1\n", "row 0 has 1 cells"),
     "twice.csv": ("length,tokens\n1,2\n", "could all be lengths; keep one"),
+    "float.csv": ("5.0\n3\n", "length 0 is '5.0', which is not a valid integer"),
+    "power.csv": ("1e3\n3\n", "length 0 is '1e3'"),
+    "grouped.csv": ("1_000\n3\n", "length 0 is '1_000'"),
+    "quoted.csv": ('"1,000"\n3\n', "length 0 is '1,000'"),
+    "no_name.csv": ("-\n3\n", "length 0 is '-'"),
     "no_rows.csv": ("\n\n", "no rows"),
     "no_bytes.csv": ("", "it is empty"),
     "no_bytes.npy": ("", "it is empty"),
@@ -269,11 +274,16 @@ def test_billions_of_tokens_are_drawn_at_once() -> None:
     assert len(draw_layout(lw.Layout.zigzag([0, length], 64), [0, length]).splitlines()) == 65
 
 
-def test_errors_go_to_stderr_and_before_any_plan(tmp_path: Path) -> None:
+def test_errors_go_to_stderr_and_before_any_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlanRequest, "make_plan", lambda *_: pytest.fail("it has planned"))
+    (tmp_path / "file").touch()
     for args, said in (
         (["abc"], "length 0 is 'abc'"),
         (["5", "--html", "--ranks", "2"], "--html is followed by --ranks"),
-        (["5", "--picture", str(tmp_path)], "is a folder; give a file"),
+        (["5", "--picture", str(tmp_path / "p.doc")], "give a file that ends in one of"),
+        (["5", "--picture", str(tmp_path / "file" / "p.png")], "cannot be written"),
+        (["5", "--html", str(tmp_path)], "cannot be written: Is a directory; give another file"),
+        (["5", "--html", str(tmp_path / "p.html"), "--ranks", "257"], "at most 256 ranks, not 257"),
     ):
         result = CliRunner().invoke(app, ["plan", *args])
         assert (result.exit_code, result.stdout) == (2, "")

@@ -118,7 +118,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     assert "loss" in result.output
-    assert (out / "loss.png").stat().st_size > 1000
+    assert (out / "run.png").stat().st_size > 1000
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 2
     bad = CliRunner().invoke(app, ["train", "--ranks", "2", "--dp", "3"])
     assert bad.exit_code == 2

@@ -21,6 +21,7 @@ from longweave.kernels.recurrence.delta_rule import GatedDeltaRule
 from longweave.launch import Ranks
 from longweave.linear.methods import Sizes, choose
 from longweave.tools.bench import seconds
+from longweave.tools.charts import check_picture, save_figure
 
 HEADS, DIM = 4, 128
 
@@ -125,21 +126,18 @@ def methods(lengths: list[int]) -> list[MethodTime]:
     return rows
 
 
-def plot(rows: list[MethodTime], path: Path) -> None:
-    """Time and bytes of each method over the length."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+def draw_methods(rows: list[MethodTime], path: Path) -> str:
+    """Time and bytes of each method over the length. Says what was written."""
+    figure = check_picture(path)(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots(1, 2)
     for method in METHODS:
         own = [row for row in rows if row.method == method]
         lengths = [row.tokens for row in own]
         axes[0].plot(lengths, [row.bytes_sent / 2**20 for row in own], "o-", label=method)
         axes[1].plot(lengths, [row.seconds for row in own], "o-", label=method)
     for axis, title in zip(axes, ("MiB sent by the busiest rank", "seconds"), strict=True):
-        axis.set(xscale="log", yscale="log", xlabel="tokens", title=f"forward + backward, {title}")
+        axis.set(yscale="log", xlabel="tokens", title=f"forward + backward, {title}")
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return save_figure(figure, path)

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from longweave.errors import InputError
+from longweave.tools import charts
 from longweave.tools.draw import draw_layout
 from longweave.tools.planning import PlanRequest
 from longweave.tools.planning.lengths import parse_lengths, read_lengths
+from longweave.tools.planning.page import check_page_ranks, make_page
+from longweave.tools.terminal import check_writable
 
 BESIDE = 26  # columns that the layout needs beside its drawing
 
@@ -31,8 +34,7 @@ def outputs(
     request: PlanRequest, picture: Path | None, html: Path | None, width: int, tell: Callable[[str], None]
 ) -> Iterator[str]:
     """What to print, as it comes, for a terminal of `width` columns; files are written on the way."""
-    for option, path in (("--picture", picture), ("--html", html)):
-        _check_file(option, path)
+    _check_files(request, picture, html)
     plan = request.plan
     yield draw_layout(plan.layout, plan.mask.cu_seqlens, width=min(80, max(width - BESIDE, 10)))
     yield f"\n{plan.report()}"
@@ -41,28 +43,20 @@ def outputs(
     if picture is not None:
         from longweave.tools.planning.picture import draw_plan
 
-        yield _written("--picture", picture, lambda: draw_plan(plan, picture, request.node_size))
+        draw_plan(plan, picture, request.node_size)
+        yield f"wrote {picture}"
     if html is not None:
-        from longweave.tools.planning.page import make_page
-
-        text = make_page(request, tell)
-        yield _written("--html", html, lambda: html.write_text(text, encoding="utf-8"))
+        html.write_text(make_page(request, tell), encoding="utf-8")
+        yield f"wrote {html}"
 
 
-def _check_file(option: str, path: Path | None) -> None:
-    """Refuse what cannot be a file before anything is planned."""
-    if path is None:
-        return
-    if path.name.startswith("--"):
-        raise InputError(f"{option} is followed by {path}, another option; give it a file")
-    if path.is_dir():
-        raise InputError(f"{option} {path} is a folder; give a file")
-
-
-def _written(option: str, path: Path, write: Callable[[], object]) -> str:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write()
-    except OSError as error:
-        raise InputError(f"{option} {path} cannot be written: {error.strerror}; give another file") from error
-    return f"wrote {path}"
+def _check_files(request: PlanRequest, picture: Path | None, html: Path | None) -> None:
+    """Refuse what cannot be written before anything is planned."""
+    for option, path in (("--picture", picture), ("--html", html)):
+        if path is not None and path.name.startswith("--"):
+            raise InputError(f"{option} is followed by {path}, another option; give it a file")
+    if picture is not None:
+        charts.prepare(picture)
+    if html is not None:
+        check_page_ranks(request.ranks)
+        check_writable(html)

@@ -105,9 +105,10 @@ def _from_csv(path: Path) -> list[int]:
     rows = [row for row in csv.reader(_text(path).splitlines()) if any(cell.strip() for cell in row)]
     if not rows:
         raise InputError(f"it has no rows; {REMEDY}")
-    column, has_names = 0, not re.fullmatch(r"\s*[+-]?[0-9]+\s*", rows[0][0] if len(rows[0]) == 1 else "", re.ASCII)
+    names = [name.strip().lower() for name in rows[0]]
+    # A lone name begins with a letter; 5.0 and 1_000 are lengths that are refused, not a name to be left out.
+    column, has_names = 0, len(names) > 1 or names[0][:1].isalpha()
     if has_names:
-        names = [name.strip().lower() for name in rows[0]]
         known = [i for i, name in enumerate(names) if name in COLUMNS]
         if len(known) > 1:
             raise InputError(f"its columns {shown([names[i] for i in known])} could all be lengths; keep one of them")

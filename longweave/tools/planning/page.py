@@ -51,6 +51,11 @@ def make_page(request: PlanRequest, tell: Tell = lambda _: None) -> str:
     return before + "".join(parts[other] if i % 2 == 0 else other for i, other in enumerate(others))
 
 
+def check_page_ranks(ranks: int) -> None:
+    if ranks > MOST_PAGE_RANKS:
+        raise InputError(f"a page shows at most {MOST_PAGE_RANKS} ranks, not {ranks}; leave out --html")
+
+
 def as_script_data(data: object) -> str:
     """JSON that cannot end the script element that it stands in."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
@@ -58,9 +63,8 @@ def as_script_data(data: object) -> str:
 
 
 def page_data(request: PlanRequest, tell: Tell = lambda _: None) -> dict[str, Any]:
+    check_page_ranks(request.ranks)
     mask, shape, plan = request.mask, request.shape, request.plan
-    if request.ranks > MOST_PAGE_RANKS:
-        raise InputError(f"a page shows at most {MOST_PAGE_RANKS} ranks, not {request.ranks}; leave out --html")
     if mask.area >= MOST_EXACT:
         raise InputError(f"the mask has {mask.area} pairs, more than a browser counts exactly; leave out --html")
     layouts: dict[str, Layout] = {}

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from longweave.launch import Ranks
-from longweave.tools.charts import draw_losses, draw_run
+from longweave.tools.charts import draw_run
 from longweave.tools.timeline import Timeline
 from longweave.tools.train import failures
 from longweave.tools.train.loop import TIMELINE, Metrics, TrainConfig, train
@@ -30,7 +30,7 @@ def run_local(config: TrainConfig, ranks: int, threads: int | None = None, limit
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     with Ranks(ranks, threads=threads, timeout=limit) as pool:
         try:
-            return pool.run(train_and_show, config, sys.stderr.isatty(), wait=config.timeout)[0]
+            return pool.run(train_and_show, config, sys.stdout.isatty(), wait=config.timeout)[0]
         except Exception as error:
             if pool.failed is None:
                 raise
@@ -49,7 +49,7 @@ def run_under_torchrun(config: TrainConfig) -> list[Metrics]:
     try:
         hosts = failures.gather_hosts()
         try:
-            return train_and_show(config, sys.stderr.isatty())
+            return train_and_show(config, sys.stdout.isatty())
         except Exception as error:
             raise failures.of_this_rank(error, hosts, config.out) from error
     finally:
@@ -57,7 +57,7 @@ def run_under_torchrun(config: TrainConfig) -> list[Metrics]:
 
 
 def train_and_show(config: TrainConfig, terminal: bool) -> list[Metrics]:
-    """On one rank: train; rank 0 shows a progress bar on terminals and a line every few steps elsewhere."""
+    """On one rank: train; rank 0 shows a progress bar if stdout is a `terminal`, else a line every few steps."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     if dist.get_rank() != 0:
         return train(config)
@@ -83,7 +83,6 @@ def draw(name: str, history: list[Metrics], out: Path) -> str:
     if not history:  # the pictures of the run that did the steps stay
         return f"wrote {out / 'metrics.jsonl'}"
     timeline = Timeline.load(out / TIMELINE)
-    draw_losses({name: history}, out / "loss.png")
-    draw_run({name: history}, timeline, out / "run.png")
+    draw_run(name, history, timeline, out / "run.png")
     shown = f"loss, tokens/s, load of the ranks, {timeline.title} of each"
-    return f"wrote {out / 'metrics.jsonl'}, {TIMELINE}, loss.png and run.png: {shown}"
+    return f"wrote {out / 'metrics.jsonl'}, {TIMELINE} and run.png: {shown}"

@@ -197,7 +197,7 @@ def _whole_calls(rows: TaskRows) -> tuple[FlashCall, ...]:
     return tuple(calls)
 
 
-def _known(rows: tuple[Row, ...]) -> Tasks:
+def _kept_tasks(rows: tuple[Row, ...]) -> Tasks:
     """Tasks remember the kernel calls that they become: the peer pays for that once, as a pack does."""
     if rows not in _tasks:
         _tasks[rows] = WholeTasks(rows)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def _known(rows: tuple[Row, ...]) -> Tasks:
 
 
 def _rows(queries: int, keys: int, causal: bool) -> Tasks:
-    return _known(((0, queries, 0, keys, -NO_LIMIT, keys - queries if causal else NO_LIMIT),))
+    return _kept_tasks(((0, queries, 0, keys, -NO_LIMIT, keys - queries if causal else NO_LIMIT),))
 
 
 def _document_rows(cu_q: Tensor, cu_k: Tensor, causal: bool) -> Tasks:
@@ -213,7 +213,7 @@ def _document_rows(cu_q: Tensor, cu_k: Tensor, causal: bool) -> Tasks:
     for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
         if b > a:
             rows.append((a, b, c, d, -NO_LIMIT, d - b if causal else NO_LIMIT))
-    return _known(tuple(rows))
+    return _kept_tasks(tuple(rows))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, tasks: Tasks, scale: float) -> tuple[Tensor, Tensor]:

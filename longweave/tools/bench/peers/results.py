@@ -128,18 +128,24 @@ def race_times(case: str, ranks: int, tokens: int, found: dict[str, Rounds]) -> 
     return [PeerTime(case, ranks, tokens, who, rounds, found[OURS]) for who, rounds in found.items()]
 
 
+def _judged(ratio: Spread, bar: float) -> str:
+    """Another run could fall on the other side of a bar that lies between the quartiles."""
+    if ratio.low < bar < ratio.high:
+        return f"not decided: {bar:.2f} lies between {ratio.low:.2f} and {ratio.high:.2f}"
+    return f"the bar of {bar:.2f} is {'met' if ratio.median >= bar else 'missed'}"
+
+
 def verdict(times: Sequence[PeerTime], cores: int) -> list[str]:
-    """How each bar is met or missed, in words, and whether the machine had other work."""
+    """How each bar is met or missed, or that it is not decided, in words, and whether the machine had other work."""
     found = []
     for line in times:
         if line.bar is None:
             continue
-        met = "met" if line.ratio.median >= line.bar else "missed"
         where = f"{line.case}, {line.ranks} rank{'s' if line.ranks > 1 else ''}"
         spread = f"{line.ratio.low:.2f} to {line.ratio.high:.2f}"
         by_cpu = f"; {line.busy_ratio.median:.2f} by CPU time" if line.busy_ratio else ""
         found.append(
-            f"{where}: {line.ratio.median:.2f} of {line.who} ({spread}{by_cpu}); the bar of {line.bar:.2f} is {met}"
+            f"{where}: {line.ratio.median:.2f} of {line.who} ({spread}{by_cpu}); {_judged(line.ratio, line.bar)}"
         )
     if not found:
         found.append(f"no bars: they are for {BAR_TOKENS} tokens on 2 and 4 ranks, and for peers that are here")

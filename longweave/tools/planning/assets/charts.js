@@ -1,7 +1,7 @@
 // Per-rank bars, the exact numbers, the headline, and the matrix of who sends to whom.
 
 const count = number => Math.round(number).toLocaleString("en-US");
-const megabytes = bytes => `${(bytes / 1e6).toFixed(2)} MB`;
+const megabytes = bytes => `${(bytes / 1e6).toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })} MB`;
 const most = list => list.reduce((a, b) => Math.max(a, b), 0);
 
 function element(name, text, className) {
@@ -11,15 +11,15 @@ function element(name, text, className) {
   return made;
 }
 
-/** Charts of a view: what it is called, its values, how they are said, and a bound to be drawn. */
+/** Charts of a view: what it is called, its values, their words, and a bound to be drawn. */
 function chartsOf(view) {
   const { perRank, unit, loadBound } = view.stored, tokens = perRank.tokensReceived;
-  const said = (rank, key) => (tokens ? `${count(perRank[`tokens${key}`][rank])} tokens, ` : "") + megabytes(perRank[`bytes${key}`][rank]);
+  const traffic = (rank, key) => (tokens ? `${count(perRank[`tokens${key}`][rank])} tokens, ` : "") + megabytes(perRank[`bytes${key}`][rank]);
   return [
     { name: `work, ${unit}`, values: perRank.work, say: rank => `${count(perRank.work[rank])} ${unit}`, bound: loadBound, ink: "--compute" },
     { name: "tokens held", values: perRank.tokens, say: rank => `${count(perRank.tokens[rank])} tokens`, ink: "--quiet" },
-    { name: "received", values: perRank.bytesReceived, say: rank => said(rank, "Received"), ink: "--receive" },
-    { name: "sent", values: perRank.bytesSent, say: rank => said(rank, "Sent"), ink: "--send" },
+    { name: "received", values: perRank.bytesReceived, say: rank => traffic(rank, "Received"), ink: "--receive" },
+    { name: "sent", values: perRank.bytesSent, say: rank => traffic(rank, "Sent"), ink: "--send" },
   ];
 }
 
@@ -63,25 +63,36 @@ function factsOf(view) {
 
 function fillFacts(list, view) {
   list.replaceChildren(...factsOf(view).map(([name, value, note]) => {
-    const box = element("div"), said = element("dd", value);
-    if (note) said.append(element("small", note));
-    box.append(element("dt", name), said);
+    const box = element("div"), number = element("dd", value);
+    if (note) number.append(element("small", note));
+    box.append(element("dt", name), number);
     return box;
   }));
 }
 
 function fillNumbers(table, view) {
   const { perRank, unit } = view.stored;
-  const columns = [["rank", null], ["tokens", "tokens"], [unit === "pairs" ? "pairs" : "work", "work"], ["received", "tokensReceived"], ["sent", "tokensSent"],
+  const columns = [["rank", null], ["tokens", "tokens"], [unit === "pairs" ? "pairs" : "work", "work"], ["tokens received", "tokensReceived"], ["tokens sent", "tokensSent"],
     ["bytes received", "bytesReceived"], ["bytes sent", "bytesSent"], ["tasks", "tasks"]].filter(([, key]) => key === null || perRank[key]);
-  const head = element("tr");
-  head.append(...columns.map(([name]) => element("th", name)));
-  const rows = perRank.tokens.map((_, rank) => {
-    const row = element("tr");
-    row.append(...columns.map(([, key]) => element("td", key === null ? String(rank) : count(perRank[key][rank]))));
-    return row;
-  });
-  table.replaceChildren(head, ...rows);
+  const rows = perRank.tokens.map((_, rank) => columns.map(([, key]) => key === null ? String(rank) : count(perRank[key][rank])));
+  fillTable(table, columns.map(([name]) => name), rows);
+}
+
+/** The matrix in numbers: those that send anything. */
+function fillMessages(table, view) {
+  const rows = [];
+  for (let from = 0; from < view.ranks; from++) for (let to = 0; to < view.ranks; to++) {
+    const bytes = view.matrix.between(from, to);
+    if (bytes) rows.push([String(from), String(to), count(bytes)]);
+  }
+  fillTable(table, ["from rank", "to rank", "bytes"], rows);
+}
+
+function fillTable(table, names, rows) {
+  const rowOf = (name, cells) => { const row = element("tr"); row.append(...cells.map(cell => element(name, cell))); return row; };
+  const head = rowOf("th", names);
+  for (const cell of head.children) cell.scope = "col";
+  table.replaceChildren(head, ...rows.map(cells => rowOf("td", cells)));
 }
 
 const MATRIX_EDGE = 30;
@@ -103,7 +114,7 @@ function drawMatrix(canvas, view, nodeSize) {
   const every = Math.ceil(18 / cell);
   for (let rank = 0; rank < view.ranks; rank += every) {
     pen.textAlign = "center";
-    pen.fillText(rank, MATRIX_EDGE + (rank + 0.5) * cell, MATRIX_EDGE - 8);
+    pen.fillText(rank, Math.min(MATRIX_EDGE + (rank + 0.5) * cell, width - 7), MATRIX_EDGE - 8);
     pen.textAlign = "right";
     pen.fillText(rank, MATRIX_EDGE - 4, MATRIX_EDGE + (rank + 0.5) * cell);
   }

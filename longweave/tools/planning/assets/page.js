@@ -151,15 +151,20 @@ function showTip(event, lines) {
 }
 
 class Panel {
-  constructor(root) {
+  constructor(root, name) {
     this.root = root;
+    root.setAttribute("aria-label", name);
     this.stage = -1;
-    for (const part of ["layout", "strategy", "why", "facts", "stage", "above", "lanes", "ruler", "map", "holds", "inspect", "bars", "numbers", "matrix"]) this[`$${part}`] = root.querySelector(`.${part}`);
+    for (const part of ["layout", "strategy", "why", "facts", "stage", "above", "lanes", "ruler", "map", "holds", "inspect", "bars", "numbers", "matrix", "exchange", "messages"]) this[`$${part}`] = root.querySelector(`.${part}`);
     this.$layout.append(...Object.keys(plan.layouts).map(name => new Option(name, name)));
     this.$strategy.append(...Object.entries(STRATEGY_NAMES).filter(([name]) => Object.keys(plan.views).some(view => view.endsWith(`/${name}`))).map(([name, words]) => new Option(words, name)));
     for (const select of [this.$layout, this.$strategy]) select.addEventListener("change", () => { this.choose(`${this.$layout.value}/${this.$strategy.value}`); changed(); });
+    this.$exchange.addEventListener("toggle", () => this.fillExchange());
     this.hovers();
   }
+
+  /** Of many ranks there are thousands: only when somebody looks. */
+  fillExchange() { if (this.$exchange.open) fillMessages(this.$messages, this.view); }
 
   choose(name) {
     this.view = new View(name, plan, shared);
@@ -171,10 +176,14 @@ class Panel {
     this.$inspect.replaceChildren(element("p", "Hover or tap a picture to see who holds, computes, receives and sends what is there.", "quiet"));
     fillFacts(this.$facts, this.view);
     fillNumbers(this.$numbers, this.view);
+    this.fillExchange();
     this.charts = chartsOf(this.view);
     this.$bars.replaceChildren(...this.charts.flatMap(chart => {
       const label = element("div", undefined, "label quiet"), canvas = element("canvas"), top = most(chart.values);
-      label.append(element("span", chart.name), element("span", `most: ${chart.say(chart.values.indexOf(top))}, rank ${chart.values.indexOf(top)}${chart.bound ? "; dashed: bound" : ""}`));
+      const words = `most: ${chart.say(chart.values.indexOf(top))}, rank ${chart.values.indexOf(top)}${chart.bound ? "; dashed: bound" : ""}`;
+      label.append(element("span", chart.name), element("span", words));
+      canvas.setAttribute("role", "img");
+      canvas.setAttribute("aria-label", `${chart.name}, a bar for each rank; ${words}`);
       this.onHover(canvas, (x, y, width) => rankLines(this.view, Math.min(plan.ranks - 1, Math.floor(x / width * plan.ranks))));
       chart.canvas = canvas;
       return [label, canvas];
@@ -219,6 +228,7 @@ class Panel {
       showTip(event, lines);
       if (lines) this.$inspect.replaceChildren(...paragraphs(lines));
     };
+    canvas.addEventListener("pointerenter", () => this.announce(false));
     canvas.addEventListener("pointermove", event => { if (!event.buttons || event.pointerType !== "mouse") show(event); });
     canvas.addEventListener("pointerdown", show);
     canvas.addEventListener("pointerleave", event => { if (event.pointerType === "mouse") showTip(event, null); });
@@ -235,6 +245,12 @@ class Panel {
       showTip(event, null);
       setArea({ k0: k0 - (event.clientX - from.x) / width * (k1 - k0), k1: k1 - (event.clientX - from.x) / width * (k1 - k0), q0: q0 - (event.clientY - from.y) / width * (q1 - q0), q1: q1 - (event.clientY - from.y) / width * (q1 - q0) });
     });
+  }
+
+  /** Screen readers hear of a token that was typed, not of all that a pointer passes. */
+  announce(typed) {
+    if (typed) this.$inspect.setAttribute("aria-live", "polite");
+    else this.$inspect.removeAttribute("aria-live");
   }
 
   drawTokens() {
@@ -347,7 +363,7 @@ function start() {
   page.clock = new Clock(showTime);
   for (let i = 0; i < 2; i++) {
     find("panels").append(find("panel").content.cloneNode(true));
-    page.panels.push(new Panel(find("panels").lastElementChild));
+    page.panels.push(new Panel(find("panels").lastElementChild, `${["left", "right"][i]} plan`));
   }
   find("examples").append(...plan.examples.map(example => {
     const button = element("button", example.name);
@@ -381,6 +397,7 @@ function start() {
   find("token").addEventListener("input", event => {
     const token = event.target.value === "" ? null : Number(event.target.value);
     page.pinned = Number.isInteger(token) && token >= 0 && token < plan.total && token !== null ? token : null;
+    for (const panel of page.panels) panel.announce(page.pinned !== null);
     redraw();
   });
   find("theme").addEventListener("click", () => {
@@ -392,7 +409,10 @@ function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
   let width = window.innerWidth;
   window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; changed(); } });
-  document.addEventListener("scroll", () => { tip.style.display = "none"; }, { passive: true });
+  const hideTip = () => { tip.style.display = "none"; };
+  document.addEventListener("scroll", hideTip, { passive: true });
+  document.addEventListener("pointerdown", event => { if (!event.target.closest("canvas")) hideTip(); });
+  document.addEventListener("keydown", event => { if (event.key === "Escape") hideTip(); });
   showExample(plan.examples[0]);
 }
 
