@@ -15,6 +15,7 @@ from longweave.errors import BackendError, GroupError, InputError, LongweaveErro
 from longweave.plan import Layout, Mask, Plan, Slice, Span, make_plan
 
 if TYPE_CHECKING:
+    from longweave import models
     from longweave.comm.ledger import unchecked
     from longweave.comm.watch import set_wait
     from longweave.documents import document_mean, document_sum, shift
@@ -92,6 +93,7 @@ __all__ = [
     "lightning_attention",
     "loss_scale",
     "make_plan",
+    "models",
     "parallelize",
     "plan",
     "pool",
@@ -110,10 +112,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "models":  # lw.models.register
+        return import_module("longweave.models")
     if name not in _LAZY:
         raise AttributeError(f"module 'longweave' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *_LAZY, "models"})

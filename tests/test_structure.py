@@ -194,6 +194,7 @@ def test_public_names() -> None:
         "lightning_attention",
         "loss_scale",
         "make_plan",
+        "models",
         "parallelize",
         "plan",
         "pool",
@@ -213,6 +214,12 @@ def test_public_names() -> None:
         assert getattr(lw, name) is not None
         assert name in dir(lw)
     assert not hasattr(lw, "no_such_name")
+
+
+def test_models_needs_no_import_of_its_own() -> None:
+    asked = "import longweave as lw; print(lw.models.register.__module__)"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, cwd=ROOT.parent)
+    assert found.stdout.strip() == "longweave.models.roles", found.stderr
 
 
 def test_every_error_is_ours() -> None:

@@ -224,6 +224,7 @@ NOT_CALLED = {
     "InputError",
     "LongweaveError",
     "Plan",
+    "models",
     "Slice",
     "Span",
     "plan",
