@@ -388,6 +388,40 @@ def sdpa_without_documents_by_loss_alone() -> AuditReport:
     return ddp(None, masked=False, detail="loss")
 
 
+class Routed(nn.Module):
+    """Two experts; documents of an even length go to the one, the others to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(97, 16)
+        self.experts = nn.ModuleList(nn.Linear(16, 97, bias=bias) for bias in (False, True))
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.experts[len(ids) % 2](self.tokens(ids))
+
+
+def one_expert_on_each_rank() -> AuditReport:
+    """On two ranks each has the documents of one expert: the other's parameters have no gradient there."""
+    model = Routed()
+
+    def step(inputs: Inputs) -> Any:
+        spans = [(a, b) for a, b in pairwise(inputs["cu_seqlens"]) if (b - a) % 2 == dist.get_rank()]
+        targets = torch.full_like(inputs["labels"], -100)
+        for a, b in pairwise(inputs["cu_seqlens"]):
+            targets[a : b - 1] = inputs["labels"][a + 1 : b]
+        logits = torch.cat([model(inputs["input_ids"][a:b]) for a, b in spans])
+        tokens = torch.cat([torch.arange(a, b) for a, b in spans])
+        total = F.cross_entropy(logits, targets[tokens], ignore_index=-100, reduction="sum")
+        loss = total / max(int((targets != -100).sum()), 1)
+        loss.backward()
+        assert any(p.grad is None for p in model.parameters())
+        return loss.detach(), None, logits, tokens
+
+    reference = OneProcess(Routed(), lambda m, ids, at: m(ids))
+    return lw.audit(step, batch_of(), model=model, loss="sum", gradients="sum", reference=reference)
+
+
 def shards_alone(cut: bool = False) -> AuditReport:
     """Every rank runs an ordinary model on its own stretch of the sequence, as if it were all there is."""
     model = build("llama", torch.float32)

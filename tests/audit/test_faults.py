@@ -119,6 +119,11 @@ def test_a_right_step_that_is_not_ours_passes(ranks: Ranks, step, size: int) -> 
     assert report.ok, str(report)
 
 
+def test_experts_that_have_gradients_on_one_rank_only_pass(ranks: Ranks) -> None:
+    report = one_report(ranks.run(planted.one_expert_on_each_rank, size=2))
+    assert report.ok, str(report)
+
+
 def test_without_a_reference_what_needs_none_is_looked_at(ranks: Ranks) -> None:
     report = one_report(ranks.run(planted.right_without_a_reference, size=2))
     assert report.ok

@@ -17,7 +17,7 @@ from longweave.errors import named
 from longweave.tools.audit.probes import only_labels
 from longweave.tools.audit.report import AuditFinding, faulty, right, skipped
 from longweave.tools.audit.steps import IGNORE, Inputs, plain_name
-from longweave.tools.audit.trial import Trial, largest, listed, row_errors
+from longweave.tools.audit.trial import Trial, differences, largest, listed, magnitude, row_errors
 
 
 def same_batch(trial: Trial) -> Iterator[AuditFinding]:
@@ -107,14 +107,10 @@ def repeatable(trial: Trial) -> Iterator[AuditFinding]:
         same_tokens = then.tokens is not None and torch.equal(here.tokens, then.tokens)
         rows = torch.arange(len(here.outputs))
         errors["outputs"] = largest(row_errors(then.outputs, here.outputs, rows)) if same_tokens else np.inf
-    grads = {name: g for name, g in (here.gradients or {}).items() if g is not None}
-    for name, g in grads.items():
-        g_again = (then.gradients or {}).get(name)
-        scale = g.abs().max().clamp_min(1e-12)
-        errors[name] = np.inf if g_again is None else float(((g_again - g).abs().max() / scale).double())
-    worst = {name: max(e.get(name, 0.0) for e in trial.everyone(errors)) for name in errors}
-    name = max(worst, key=lambda key: worst[key])
-    name, error = trial.everyone((name, worst[name]))[0]
+    grads, grads_again = here.gradients or {}, then.gradients or {}
+    errors |= {name: _apart(g, grads_again.get(name)) for name, g in grads.items()}
+    # Of all ranks: an expert may have a gradient on one of them only.
+    name, error = max((entry for theirs in trial.everyone(errors) for entry in theirs.items()), key=lambda e: e[1])
     # Sums in another order round in another way; dropout and samplers are far beyond.
     if error <= 10 * trial.limit:
         yield right("same twice", "two runs agree" + ("" if error else ", bit by bit"))
@@ -128,6 +124,13 @@ def repeatable(trial: Trial) -> Iterator[AuditFinding]:
         "runs: audit with dropout 0 (model.eval() before, or config.attention_dropout = 0), from zero gradients, "
         "without the optimizer's update",
     )
+
+
+def _apart(g: Tensor | None, g_again: Tensor | None) -> float:
+    """How far two gradients of one parameter are from each other."""
+    if g is None or g_again is None or g.shape != g_again.shape:
+        return 0.0 if g is g_again else np.inf
+    return largest(differences(g_again, g)) / max(magnitude(g), 1e-12)
 
 
 # -- labels --------------------------------------------------------------------------------------------
