@@ -38,6 +38,12 @@ FAULTS = {
     planted.other_weights: (["weights"], "model.layers.1.mlp.up_proj.weight"),
     planted.other_batch: (["batch"], "rank"),
     planted.dropout: (["randomness"], ""),
+    planted.nan_in_a_weight: (["not finite"], "weights tokens.weight; the first module is tokens; outputs of tokens"),
+    planted.nan_of_a_module: (
+        ["not finite"],
+        "the first module is model.layers.1.mlp; outputs of token 42 in document 4",
+    ),
+    planted.mean_of_no_labels: (["not finite"], "the loss of rank 1"),
     planted.raises_on_one_rank: (["error"], ""),
     planted.documents_without_a_reference: (["documents"], "token"),
     planted.pooled_without_documents_apart: (["causality"], "token"),
@@ -103,7 +109,7 @@ def test_a_fault_is_named(ranks: Ranks, fault, size: int) -> None:
 def test_a_right_step_passes(ranks: Ranks, family: str, size: int, options: dict[str, str]) -> None:
     report = one_report(ranks.run(planted.right, family, **options, size=size))
     assert report.ok, str(report)
-    assert [finding.verdict for finding in report.findings] == [OK] * 12
+    assert [finding.verdict for finding in report.findings] == [OK] * 13
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -121,6 +127,11 @@ def test_a_right_step_that_is_not_ours_passes(ranks: Ranks, step, size: int) -> 
 
 def test_experts_that_have_gradients_on_one_rank_only_pass(ranks: Ranks) -> None:
     report = one_report(ranks.run(planted.one_expert_on_each_rank, size=2))
+    assert report.ok, str(report)
+
+
+def test_masked_logits_are_no_fault(ranks: Ranks) -> None:
+    report = one_report(ranks.run(planted.masked_logits, size=2))
     assert report.ok, str(report)
 
 

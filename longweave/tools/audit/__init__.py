@@ -20,7 +20,7 @@ from torch import nn
 
 from longweave.comm.exchange import Group, resolve
 from longweave.errors import InputError
-from longweave.tools.audit import consistency, gradients, values, visibility
+from longweave.tools.audit import consistency, finite, gradients, values, visibility
 from longweave.tools.audit.record import recorded
 from longweave.tools.audit.references import OneProcess
 from longweave.tools.audit.report import FAULT, AuditError, AuditFinding, AuditReport, faulty, skipped
@@ -47,11 +47,12 @@ Checks = Callable[[Trial], Iterator[AuditFinding]]
 FIRST: tuple[tuple[str, Checks], ...] = (("batch", consistency.same_batch), ("weights", consistency.same_weights))
 # After a fault in one of FIRST or in these, nothing that follows could be believed.
 ALONE: tuple[tuple[str, Checks], ...] = (
+    ("finite", finite.finite),
     ("same twice", consistency.repeatable),
     ("labels used", consistency.labels_are_used),
     ("tokens", consistency.every_token),
 )
-STOPS = ("weights", "same twice", "labels used")
+STOPS = ("weights", "finite", "same twice", "labels used")
 THEN: tuple[tuple[str, Checks], ...] = (
     ("visibility", visibility.visibility),
     ("outputs", values.outputs),
