@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from longweave.comm.exchange import is_sharded
 from longweave.errors import named
@@ -65,11 +66,19 @@ def _weights(model: nn.Module) -> dict[str, str]:
 
 
 def _digest(value: Any) -> str:
+    """Of all its bytes: `repr` leaves out the middle of an array."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()
         raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        value = f"{data.dtype} {tuple(data.shape)} {blake2b(raw, digest_size=16).hexdigest()}"
-    return blake2b(repr(value).encode(), digest_size=16).hexdigest()
+        value = data.dtype, tuple(data.shape), _digest(raw)
+    elif isinstance(value, np.ndarray):
+        value = value.dtype, value.shape, _digest(value.tolist() if value.dtype.hasobject else value.tobytes())
+    elif isinstance(value, Mapping):
+        value = [(repr(key), _digest(entry)) for key, entry in value.items()]
+    elif isinstance(value, list | tuple):
+        value = type(value), [_digest(entry) for entry in value]
+    raw = value if isinstance(value, bytes) else repr(value).encode()
+    return blake2b(raw, digest_size=16).hexdigest()
 
 
 def _differing(by_rank: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
@@ -91,8 +100,26 @@ def _odd_ranks(differing: Mapping[str, Sequence[str]]) -> str:
 
 
 def rank_0s(trial: Trial) -> Inputs:
-    """The batch of rank 0."""
-    return trial.everyone(trial.inputs if trial.comm.rank == 0 else None)[0] or trial.inputs
+    """The batch of rank 0, where this rank keeps its own."""
+    given = trial.everyone(on_cpu(trial.inputs) if trial.comm.rank == 0 else None)[0]
+    return trial.inputs if given is None else as_mine(given, trial.inputs)
+
+
+def on_cpu(inputs: Inputs) -> Inputs:
+    """A tensor on a GPU would arrive on the sender's GPU, by its number, on every rank."""
+    copied: Inputs = tree_map_only(Tensor, lambda x: x.detach().cpu(), inputs)
+    return copied
+
+
+def as_mine(given: Inputs, mine: Inputs) -> Inputs:
+    """Every tensor on the device of this rank's own of that name, or else on that of its tokens."""
+
+    def placed(name: str, value: Any) -> Any:
+        own = mine.get(name)
+        device = own.device if isinstance(own, Tensor) else mine["input_ids"].device
+        return tree_map_only(Tensor, lambda x: x.to(device), value)
+
+    return {name: placed(name, value) for name, value in given.items()}
 
 
 # -- the same twice ------------------------------------------------------------------------------------
