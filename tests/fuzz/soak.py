@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 from statistics import median
@@ -36,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 # isort: split
 from test_memory import METHODS, STRATEGIES, Layer, alive, random_documents, resident
@@ -46,8 +48,8 @@ from longweave.tools.train import checkpoints
 
 POINTS = ("forward", "backward", "optimizer", "save")
 WAYS = ("kill", "exit", "raise", "stop")
-WAIT = 5.0  # seconds until a rank that is stopped is given up
-WAIT_ELSEWHERE = 15.0  # outside of the library's own calls, such as around checkpoints
+WAIT = 8.0  # seconds until a rank that is stopped is given up; the group's timeout, around checkpoints, is 3 times that
+WAIT_AT_FIRST = 100.0  # in the first step of a start, while a new process imports
 MOMENTS = 6  # times that rank 0 forces files to the disk in a save
 VOCABULARY, WIDTH = 64, 16
 WARM_UP = 60  # steps of a process before its memory counts
@@ -133,7 +135,7 @@ steps_of_this_process = 0
 def train(run: Run) -> str:
     """Returns a digest of the weights."""
     torch.manual_seed(run.seed)
-    lw.set_wait(WAIT)
+    limit_waits(WAIT_AT_FIRST)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     start = checkpoints.chosen_by_rank_0(lambda: checkpoints.newest(run.out), None)
@@ -143,6 +145,7 @@ def train(run: Run) -> str:
             if time_is_up(run):
                 break
             loss = train_step(run, step, model, optimizer)
+            limit_waits(WAIT)
             if dist.get_rank() == 0:
                 with (run.folder / "losses.jsonl").open("a") as file:
                     file.write(json.dumps([step, loss.hex()]) + "\n")
@@ -170,6 +173,11 @@ def train_step(run: Run, step: int, model: Model, optimizer: torch.optim.Optimiz
     optimizer.step()
     optimizer.zero_grad()
     return lw.reduce_sum(float(loss.detach()))
+
+
+def limit_waits(seconds: float) -> None:
+    lw.set_wait(seconds)
+    _set_pg_timeout(timedelta(seconds=3 * seconds), None)
 
 
 def time_is_up(run: Run) -> bool:
@@ -228,7 +236,7 @@ def disturbed(ranks: Ranks, run: Run, faults: list[Fault], timeout: float) -> tu
     while True:
         fault = left.pop(0) if left else None
         try:
-            return ranks.run(train, replace(run, fault=fault), timeout=timeout, wait=WAIT_ELSEWHERE)[0], happened
+            return ranks.run(train, replace(run, fault=fault), timeout=timeout)[0], happened
         except Exception:
             struck = run.folder / "struck.json"
             if not struck.exists():
@@ -268,10 +276,11 @@ def soak(folder: Path, seed: int, minutes: float, steps: int, faults: int) -> li
     calm, rough = folder / "undisturbed", folder / "disturbed"
     calm.mkdir()
     rough.mkdir()
-    begin = time.time()
     with Ranks(2) as ranks:
+        ranks.run(dist.barrier, timeout=600)  # imports are no part of the time
+        begin = time.time()
         calmly = Run(calm, seed, steps, begin + 24 * minutes)
-        weights = ranks.run(train, calmly, timeout=24 * minutes + 120, wait=WAIT_ELSEWHERE)[0]
+        weights = ranks.run(train, calmly, timeout=24 * minutes + 120)[0]
         expected = read_losses(calm)
         steps = max(expected) + 1
         print(f"undisturbed: {steps} steps in {time.time() - begin:.0f} s", flush=True)
