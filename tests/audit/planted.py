@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
+from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -386,6 +388,95 @@ def sdpa_without_documents() -> AuditReport:
 
 def sdpa_without_documents_by_loss_alone() -> AuditReport:
     return ddp(None, masked=False, detail="loss")
+
+
+def nan_in_a_weight() -> AuditReport:
+    """Of one token id. It stands in some documents, and all that comes after it in these is NaN."""
+    model, alone = Packed(), Packed()
+    ids, cu = batch_of()["input_ids"].clone(), CU
+    ids[ids == 96] = 95
+    ids[[cu[2] + 1, cu[4] + 30]] = 96
+    with torch.no_grad():
+        model.tokens.weight[96] = alone.tokens.weight[96] = nan
+    spans = [*pairwise(cu)][dist.get_rank() :: dist.get_world_size()]
+
+    def step(inputs: Inputs) -> Any:
+        parts = [model(inputs["input_ids"][a:b], torch.arange(b - a)) for a, b in spans]
+        loss = sum(
+            F.cross_entropy(x, inputs["labels"][a:b], reduction="sum") for x, (a, b) in zip(parts, spans, strict=True)
+        )
+        loss.backward()
+        return loss.detach(), None, torch.cat(parts), torch.cat([torch.arange(a, b) for a, b in spans])
+
+    reference = OneProcess(alone, lambda m, ids, at: m(ids, at))
+    return lw.audit(step, {"input_ids": ids, "cu_seqlens": cu}, model=model, loss="sum", reference=reference)
+
+
+def nan_of_a_module() -> AuditReport:
+    """On one rank, in its first token."""
+    model = lw.parallelize(build("llama", torch.float32))
+
+    def poison(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        first = torch.arange(out.shape[1])[None, :, None] == 0
+        return torch.where(first, nan, out) if dist.get_rank() == 1 else out
+
+    model.model.layers[1].mlp.register_forward_hook(poison)
+    made = parallelized(model, layout="contiguous")
+    return lw.audit(replace(made, reference=OneProcess(build("llama", torch.float32))), batch_of())
+
+
+def mean_of_no_labels() -> AuditReport:
+    """Each rank divides by its own labels, and rank 1 has none."""
+
+    def loss_of(given: Any, logits: Tensor, inputs: Inputs) -> Tensor:
+        return given.loss(logits[None]) * given.num_valid / (0 if dist.get_rank() == 1 else 1)
+
+    return own_loop(loss_of=loss_of)
+
+
+def masked_logits() -> AuditReport:
+    """Right: what the vocabulary does not have is −inf."""
+
+    def step_of(model: Packed) -> OneProcess:
+        return OneProcess(model, lambda m, ids, at: m(ids, at).masked_fill(torch.arange(97) == 96, -inf))
+
+    batch = batch_of()
+    batch["input_ids"] = batch["labels"] = batch["input_ids"] % 96
+    return lw.audit(step_of(Packed()), batch, reference=step_of(Packed()))
+
+
+class Routed(nn.Module):
+    """Two experts; documents of an even length go to the one, the others to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(97, 16)
+        self.experts = nn.ModuleList(nn.Linear(16, 97, bias=bias) for bias in (False, True))
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.experts[len(ids) % 2](self.tokens(ids))
+
+
+def one_expert_on_each_rank() -> AuditReport:
+    """On two ranks each has the documents of one expert: the other's parameters have no gradient there."""
+    model = Routed()
+
+    def step(inputs: Inputs) -> Any:
+        spans = [(a, b) for a, b in pairwise(inputs["cu_seqlens"]) if (b - a) % 2 == dist.get_rank()]
+        targets = torch.full_like(inputs["labels"], -100)
+        for a, b in pairwise(inputs["cu_seqlens"]):
+            targets[a : b - 1] = inputs["labels"][a + 1 : b]
+        logits = torch.cat([model(inputs["input_ids"][a:b]) for a, b in spans])
+        tokens = torch.cat([torch.arange(a, b) for a, b in spans])
+        total = F.cross_entropy(logits, targets[tokens], ignore_index=-100, reduction="sum")
+        loss = total / max(int((targets != -100).sum()), 1)
+        loss.backward()
+        assert any(p.grad is None for p in model.parameters())
+        return loss.detach(), None, logits, tokens
+
+    reference = OneProcess(Routed(), lambda m, ids, at: m(ids))
+    return lw.audit(step, batch_of(), model=model, loss="sum", gradients="sum", reference=reference)
 
 
 def shards_alone(cut: bool = False) -> AuditReport:

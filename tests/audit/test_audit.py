@@ -9,13 +9,16 @@ import numpy as np
 import planted
 import pytest
 import torch
+import torch.distributed as dist
 from families import build
+from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 import longweave as lw
 from longweave.cli import app
 from longweave.launch import Ranks
 from longweave.tools.audit import AuditError, AuditReport, OneProcess, StepResult, command, parallelized, probes
+from longweave.tools.audit.consistency import _digest, as_mine, on_cpu
 from longweave.tools.audit.report import faulty, follows, right, skipped
 
 BATCH = {"input_ids": torch.arange(9) % 5, "cu_seqlens": [0, 4, 9]}
@@ -54,6 +57,29 @@ def test_a_batch_that_does_not_fit_is_refused(batch, message: str) -> None:
 def test_arguments_that_do_not_fit_are_refused(step, options: dict, message: str) -> None:
     with pytest.raises(lw.InputError, match=message):
         lw.audit(step, BATCH, **options)
+
+
+def audit_with_one_rank_wrong(wrong: dict) -> str:
+    given = {"step": lambda inputs: 1.0, "batch": BATCH, **(wrong if dist.get_rank() == 1 else {})}
+    try:
+        return str(lw.audit(**given))
+    except lw.LongweaveError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch": {**BATCH, "cu_seqlens": [0, 4]}}, "InputError: cu_seqlens ends at 4 but input_ids has 9 tokens"),
+        ({"tolerance": 2}, "InputError: tolerance is 2"),
+        ({"loss": "max"}, "InputError: loss is 'max'"),
+        ({"step": 7}, "InputError: step is a int"),
+    ],
+)
+def test_arguments_that_do_not_fit_on_one_rank_are_refused_on_all(ranks: Ranks, wrong: dict, message: str) -> None:
+    other, own = ranks.run(audit_with_one_rank_wrong, wrong, size=2, timeout=30)
+    assert own.startswith(message)
+    assert other.startswith(f"GroupError: rank 1 of 2 cannot be audited: {message}")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +161,44 @@ def sharded(reference: bool) -> AuditReport:
 
     known = {"reference": OneProcess(build("llama", torch.float32))} if reference else {}
     return lw.audit(step, planted.batch_of(), model=model, loss="sum", **known)
+
+
+# -- batches of the ranks --------------------------------------------------------------------------------
+
+
+def test_a_digest_is_of_everything() -> None:
+    """`repr` of an array leaves out its middle, also within other things."""
+    whole = np.arange(5000)
+    other = whole.copy()
+    other[2500] = 7
+    for wrap in (
+        lambda x: x,
+        torch.from_numpy,
+        lambda x: {"a": [1, x]},
+        lambda x: (x, "b"),
+        lambda x: x.astype(object),
+    ):
+        assert _digest(wrap(whole)) == _digest(wrap(whole.copy()))
+        assert _digest(wrap(whole)) != _digest(wrap(other))
+    assert len({_digest(x) for x in (whole, whole.astype(np.int32), whole[None], whole.tolist())}) == 4
+
+
+def test_a_batch_of_another_rank_comes_to_the_device_of_ones_own() -> None:
+    """There are GPUs in name only, here."""
+    with FakeTensorMode():
+        theirs = {
+            "input_ids": torch.ones(4, device="cuda:0"),
+            "labels": torch.ones(4),
+            "more": [torch.ones(2, device="cuda:0")],
+            "n": 3,
+        }
+        mine = {"input_ids": torch.zeros(4, device="cuda:1"), "labels": torch.zeros(4)}
+        sent = on_cpu(theirs)
+        assert {sent["input_ids"].device.type, sent["labels"].device.type, sent["more"][0].device.type} == {"cpu"}
+        got = as_mine(sent, mine)
+        assert got["input_ids"].device == got["more"][0].device == torch.device("cuda:1")
+        assert got["labels"].device.type == "cpu"
+        assert got["n"] == 3
 
 
 # -- integers --------------------------------------------------------------------------------------------

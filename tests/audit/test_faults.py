@@ -1,6 +1,7 @@
 """Every planted fault is named, with its place; none is reported on a right step."""
 
 import os
+from pathlib import Path
 
 import planted
 import pytest
@@ -38,19 +39,28 @@ FAULTS = {
     planted.other_weights: (["weights"], "model.layers.1.mlp.up_proj.weight"),
     planted.other_batch: (["batch"], "rank"),
     planted.dropout: (["randomness"], ""),
+    planted.nan_of_a_module: (
+        ["not finite"],
+        "the first module is model.layers.1.mlp; outputs of token 42 in document 4",
+    ),
+    planted.mean_of_no_labels: (["not finite"], "the loss of rank 1"),
     planted.raises_on_one_rank: (["error"], ""),
     planted.documents_without_a_reference: (["documents"], "token"),
     planted.pooled_without_documents_apart: (["causality"], "token"),
     planted.means_in_a_trainer: (["normalisation"], "losses of the ranks"),
-    # Not ours at all:
+    planted.shards_alone: (["exchange"], "token"),
+    planted.tail_cut_off: (["tokens", "exchange"], "tokens"),
+}
+# In steps that use nothing of longweave.
+NOT_OURS = {
+    planted.nan_in_a_weight: (["not finite"], "weights tokens.weight; the first module is tokens; outputs of tokens"),
     planted.ddp_wrong_scale: (["gradient scale"], "every parameter"),
     planted.ddp_wrong_scale_by_loss_alone: (["gradient scale"], "every parameter"),
     planted.sdpa_without_documents: (["documents"], "token"),
     planted.sdpa_without_documents_by_loss_alone: (["documents"], "token"),
     planted.docs_example: (["documents"], "token 22 changed (on rank 0): 56 outputs"),
-    planted.shards_alone: (["exchange"], "token"),
-    planted.tail_cut_off: (["tokens", "exchange"], "tokens"),
 }
+FAULTS |= NOT_OURS
 # Faults that depend on the number of ranks, or on who is odd; the others run on 3 ranks with LONGWEAVE_FULL=1.
 ON_THREE = {
     planted.gradients_times_ranks,
@@ -71,6 +81,11 @@ def one_report(reports: list[AuditReport]) -> AuditReport:
     """The same on every rank."""
     assert all(report == reports[0] for report in reports)
     return reports[0]
+
+
+def test_the_docs_count_them() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+    assert f"Tests plant {len(FAULTS)} faults, {len(NOT_OURS)} of them in steps that use nothing of longweave" in text
 
 
 @pytest.mark.parametrize(("fault", "size"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
@@ -103,7 +118,7 @@ def test_a_fault_is_named(ranks: Ranks, fault, size: int) -> None:
 def test_a_right_step_passes(ranks: Ranks, family: str, size: int, options: dict[str, str]) -> None:
     report = one_report(ranks.run(planted.right, family, **options, size=size))
     assert report.ok, str(report)
-    assert [finding.verdict for finding in report.findings] == [OK] * 12
+    assert [finding.verdict for finding in report.findings] == [OK] * 13
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -116,6 +131,16 @@ def test_other_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_right_step_that_is_not_ours_passes(ranks: Ranks, step, size: int) -> None:
     report = one_report(ranks.run(step, size=size))
+    assert report.ok, str(report)
+
+
+def test_experts_that_have_gradients_on_one_rank_only_pass(ranks: Ranks) -> None:
+    report = one_report(ranks.run(planted.one_expert_on_each_rank, size=2))
+    assert report.ok, str(report)
+
+
+def test_masked_logits_are_no_fault(ranks: Ranks) -> None:
+    report = one_report(ranks.run(planted.masked_logits, size=2))
     assert report.ok, str(report)
 
 

@@ -1,18 +1,20 @@
 """`make soak`: two ranks train with a new pack in every step; then again, with faults at random and resumes.
 
     undisturbed   ──────────────────────────▶ step N     losses, weights, memory
-    disturbed     ─────✗                                 one rank is killed, ends or raises, anywhere in a step
+    disturbed     ─────✗                                 one rank is killed, stopped, ends or raises, anywhere in a step
                      └─────────✗                         the launcher starts anew, from the last checkpoint
                              └──────────────▶ step N     the same losses, also of steps that are repeated
 
 Both halves must give the same bits: losses of all steps and the weights in the end. In every process that lives long
 enough, objects of the library and resident memory after a warm-up must stay as they are. Losses and memory are written
-to a folder while the ranks run, since a rank that dies reports nothing. Exit code 0 if all of that held.
+to a folder while the ranks run, since a rank that dies reports nothing. Checkpoints are those of `longweave train`.
+Exit code 0 if all of that held.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import json
 import os
@@ -21,25 +23,34 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import fuzz_paths  # noqa: F401
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 # isort: split
 from test_memory import METHODS, STRATEGIES, Layer, alive, random_documents, resident
 
 import longweave as lw
 from longweave.launch import Ranks
+from longweave.tools.train import checkpoints
 
 POINTS = ("forward", "backward", "optimizer", "save")
-WAYS = ("kill", "exit", "raise")
+WAYS = ("kill", "exit", "raise", "stop")
+WAIT = 8.0  # seconds until a rank that is stopped is given up; the group's timeout, around checkpoints, is 3 times that
+WAIT_AT_FIRST = 100.0  # in the first step of a start, while a new process imports
+MOMENTS = 6  # times that rank 0 forces files to the disk in a save
 VOCABULARY, WIDTH = 64, 16
 WARM_UP = 60  # steps of a process before its memory counts
 SAMPLE_EVERY = 10
@@ -57,6 +68,7 @@ class Fault:
     rank: int
     point: str
     way: str
+    moment: int = 1  # of a save: the first, second, … file or folder that is forced to the disk
 
 
 @dataclass(frozen=True)
@@ -70,8 +82,12 @@ class Run:
     fault: Fault | None = None  # the next one
 
     @property
-    def checkpoint(self) -> Path:
-        return self.folder / "checkpoint.pt"
+    def out(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def facts(self) -> checkpoints.Facts:
+        return {"seed": self.seed}
 
 
 class Model(nn.Module):
@@ -104,7 +120,11 @@ class Strike:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault.way == "exit":
             os._exit(3)
-        raise PlannedError(f"planted in {point} of step {self.fault.step} on rank {self.fault.rank}")
+        if self.fault.way == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        text = f"planted in {point} of step {self.fault.step} on rank {self.fault.rank}"
+        raise OSError(errno.ENOSPC, text) if point == "save" else PlannedError(text)
 
 
 # -- on a rank ---------------------------------------------------------------------------------------------------
@@ -115,19 +135,24 @@ steps_of_this_process = 0
 def train(run: Run) -> str:
     """Returns a digest of the weights."""
     torch.manual_seed(run.seed)
+    limit_waits(WAIT_AT_FIRST)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first = load(run, model, optimizer)
-    for step in range(first, run.last):
-        if time_is_up(run):
-            break
-        loss = train_step(run, step, model, optimizer)
-        if dist.get_rank() == 0:
-            with (run.folder / "losses.jsonl").open("a") as file:
-                file.write(json.dumps([step, loss.hex()]) + "\n")
-        if (step + 1) % SAVE_EVERY == 0:
-            save(run, step + 1, model, optimizer)
-        sample_memory(run)
+    start = checkpoints.chosen_by_rank_0(lambda: checkpoints.newest(run.out), None)
+    with checkpoints.run_folder(run.out, start, None):
+        first = checkpoints.load(start, model, optimizer, run.facts) if start else 0
+        for step in range(first, run.last):
+            if time_is_up(run):
+                break
+            loss = train_step(run, step, model, optimizer)
+            limit_waits(WAIT)
+            if dist.get_rank() == 0:
+                with (run.folder / "losses.jsonl").open("a") as file:
+                    file.write(json.dumps([step, loss.hex()]) + "\n")
+            if (step + 1) % SAVE_EVERY == 0:
+                with struck_in_a_save(Strike(run, step)):
+                    checkpoints.save(run.out, model, optimizer, step + 1, run.facts)
+            sample_memory(run)
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     return blake2b(weights, digest_size=8).hexdigest()
 
@@ -150,6 +175,11 @@ def train_step(run: Run, step: int, model: Model, optimizer: torch.optim.Optimiz
     return lw.reduce_sum(float(loss.detach()))
 
 
+def limit_waits(seconds: float) -> None:
+    lw.set_wait(seconds)
+    _set_pg_timeout(timedelta(seconds=3 * seconds), None)
+
+
 def time_is_up(run: Run) -> bool:
     """As rank 0 sees it."""
     ended = torch.tensor(time.time() >= run.until, dtype=torch.int32)
@@ -157,28 +187,19 @@ def time_is_up(run: Run) -> bool:
     return bool(ended)
 
 
-def save(run: Run, step: int, model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Rank 0 writes beside the last one, and puts it in its place when it is complete."""
-    strike = Strike(run, step - 1)
-    if dist.get_rank() == 0:
-        beside = run.checkpoint.with_suffix(".part")
-        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, beside)
-        if strike.fault is not None and strike.fault.point == "save":
-            os.truncate(beside, beside.stat().st_size // 2)
-        strike("save")
-        os.replace(beside, run.checkpoint)
-    else:
-        strike("save")
-    dist.barrier()
+@contextmanager
+def struck_in_a_save(strike: Strike) -> Iterator[None]:
+    """The fault that is due comes before a file or folder is forced to the disk."""
+    fault, real, seen = strike.fault, os.fsync, [0]
 
+    def fsync(descriptor: int) -> None:
+        seen[0] += 1
+        if fault is not None and seen[0] == fault.moment:
+            strike("save")
+        real(descriptor)
 
-def load(run: Run, model: Model, optimizer: torch.optim.Optimizer) -> int:
-    if not run.checkpoint.exists():
-        return 0
-    kept = torch.load(run.checkpoint, weights_only=True)
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    return int(kept["step"])
+    with patch.object(os, "fsync", fsync):
+        yield
 
 
 def sample_memory(run: Run) -> None:
@@ -202,8 +223,11 @@ def draw_faults(rng: np.random.Generator, steps: int, count: int) -> list[Fault]
         point = POINTS[rng.integers(len(POINTS))]
         if point == "save":
             step = min(step // SAVE_EVERY * SAVE_EVERY + SAVE_EVERY - 1, steps - steps % SAVE_EVERY - 1)
-        faults.append(Fault(int(step), int(rng.integers(2)), point, WAYS[rng.integers(len(WAYS))]))
-    return sorted(faults, key=lambda fault: fault.step)
+        rank, way = int(rng.integers(2)), WAYS[rng.integers(len(WAYS))]
+        moment = int(rng.integers(MOMENTS)) + 1 if (point, rank) == ("save", 0) else 1
+        faults.append(Fault(int(step), rank, point, way, moment))
+    # One a step: a save may be complete when its fault comes, and then its step is not done again.
+    return [fault for _, fault in sorted({fault.step: fault for fault in faults}.items())]
 
 
 def disturbed(ranks: Ranks, run: Run, faults: list[Fault], timeout: float) -> tuple[str, list[Fault]]:
@@ -252,9 +276,11 @@ def soak(folder: Path, seed: int, minutes: float, steps: int, faults: int) -> li
     calm, rough = folder / "undisturbed", folder / "disturbed"
     calm.mkdir()
     rough.mkdir()
-    begin = time.time()
     with Ranks(2) as ranks:
-        weights = ranks.run(train, Run(calm, seed, steps, begin + 24 * minutes), timeout=24 * minutes + 120)[0]
+        ranks.run(dist.barrier, timeout=600)  # imports are no part of the time
+        begin = time.time()
+        calmly = Run(calm, seed, steps, begin + 24 * minutes)
+        weights = ranks.run(train, calmly, timeout=24 * minutes + 120)[0]
         expected = read_losses(calm)
         steps = max(expected) + 1
         print(f"undisturbed: {steps} steps in {time.time() - begin:.0f} s", flush=True)

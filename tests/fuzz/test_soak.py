@@ -32,7 +32,12 @@ def test_faults_and_resumes(tmp_path: Path) -> None:
     calm.mkdir()
     rough.mkdir()
     until = float("inf")
-    faults = [Fault(3, 1, "backward", "raise"), Fault(15, 0, "save", "kill"), Fault(17, 1, "forward", "exit")]
+    faults = [
+        Fault(3, 1, "backward", "raise"),
+        Fault(15, 0, "save", "kill"),
+        Fault(17, 1, "forward", "exit"),
+        Fault(18, 1, "backward", "stop"),
+    ]
     with Ranks(2) as own:
         weights = own.run(train, Run(calm, 1, 20, until))
         resumed, happened = disturbed(own, Run(rough, 1, 20, until), faults, timeout=60)
@@ -40,8 +45,8 @@ def test_faults_and_resumes(tmp_path: Path) -> None:
     assert {resumed} == set(weights)
     assert read_losses(rough) == read_losses(calm)
     lines = [json.loads(line)[0] for line in (rough / "losses.jsonl").read_text().splitlines()]
-    # Steps 0 to 2; all from the start, to the save after step 15, which fails; again from 8; to 17, and from 16.
-    assert lines == [*range(3), *range(16), *range(8, 17), *range(16, 20)]
+    # Steps 0 to 2; all from the start, to the save after step 15, which fails; again from 8; to 17, and twice from 16.
+    assert lines == [*range(3), *range(16), *range(8, 17), *range(16, 18), *range(16, 20)]
 
 
 def test_a_failure_that_nobody_planted_is_raised(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from longweave.tools.train import checkpoints, loop
 from longweave.tools.train.checkpoints import CheckpointError
 from longweave.tools.train.loop import Metrics, TrainConfig
 from longweave.tools.train.run import train_and_show
+from longweave.tools.train.workload import documents_digest
 
 FULL = bool(os.environ.get("LONGWEAVE_FULL"))
 TINY = TrainConfig(hidden=32, layers=4, tokens=192, steps=4, warmup=2)
@@ -101,6 +103,37 @@ def test_a_full_disk(ranks: Ranks, tmp_path: Path) -> None:
         assert size > 1000
         resumed = replace(TINY, steps=checkpoints.read_contents(kept).step + 1, resume=out)
         assert len(run(ranks, resumed, 1)) == 1
+
+
+def train_until_full(config: TrainConfig, name: str, first: int) -> str:
+    """From step `first` on, there is no room for one file."""
+
+    def fill(metrics: Metrics | None) -> None:
+        if dist.get_rank() == 0 and (metrics.step if metrics else -1) == first - 1:
+            config.out.mkdir(exist_ok=True)
+            (config.out / "metrics.jsonl").write_text('{"step": -1}\n')
+            (config.out / name).unlink(missing_ok=True)
+            (config.out / name).symlink_to("/dev/full")
+
+    fill(None)
+    try:
+        loop.train(config, fill)
+    except lw.LongweaveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "written"
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "what"),
+    [(".metrics.jsonl", 0, "metrics"), ("metrics.jsonl", 1, "metrics of step 1"), (loop.TIMELINE, 0, "the timeline")],
+)
+def test_a_full_disk_beside_checkpoints_is_told_on_all_ranks(
+    ranks: Ranks, tmp_path: Path, name: str, first: int, what: str
+) -> None:
+    out = tmp_path / "run"
+    said = ranks.run(train_until_full, replace(TINY, out=out), name, first, size=2)
+    text = f"RunFileError: {what} could not be written: rank 0: [Errno 28] No space left on device: '{out / name}'"
+    assert said == [text, text]
 
 
 def test_no_permission(ranks: Ranks, tmp_path: Path) -> None:
@@ -219,6 +252,21 @@ def test_another_run_is_refused_on_all_ranks(ranks: Ranks, saved: Path, change: 
         assert f"{saved / 'step-4'} is of another run" in text
         assert f"{value} here" in text
         assert name in text
+
+
+def with_another_library(config: TrainConfig, on_ranks: tuple[int, ...]) -> str:
+    with patch.object(loop, "documents_digest", lambda: "another" if dist.get_rank() in on_ranks else "this"):
+        return refusal(config, None)
+
+
+def test_documents_of_another_python_are_refused(ranks: Ranks, saved: Path) -> None:
+    """On resuming, and between ranks."""
+    name = "documents of Python's standard library is"
+    for text in ranks.run(with_another_library, replace(TINY, resume=saved), (0, 1), size=2):
+        assert f"{name} {documents_digest()} there and another here. Give" in text
+        assert "same version of Python" in text
+    for text in ranks.run(with_another_library, TINY, (1,), size=2):
+        assert f"the ranks are not of one run: {name} this on rank 0 and another on rank 1. Start" in text
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from longweave.comm.exchange import Group, resolve
-from longweave.errors import InputError
-from longweave.tools.audit import consistency, gradients, values, visibility
+from longweave.comm.exchange import Comm, Group, resolve
+from longweave.errors import GroupError, InputError, named
+from longweave.tools.audit import consistency, finite, gradients, values, visibility
 from longweave.tools.audit.record import recorded
 from longweave.tools.audit.references import OneProcess
 from longweave.tools.audit.report import FAULT, AuditError, AuditFinding, AuditReport, faulty, skipped
-from longweave.tools.audit.steps import AuditedStep, StepFunction, StepResult, as_inputs
+from longweave.tools.audit.steps import AuditedStep, Inputs, StepFunction, StepResult, as_inputs
 from longweave.tools.audit.subjects import parallelized, pooled, reference_of, subject_of, trainer
-from longweave.tools.audit.trial import StepFailedError, Trial
+from longweave.tools.audit.trial import StepFailedError, Trial, everyone
 
 __all__ = [
     "AuditError",
@@ -42,16 +42,18 @@ __all__ = [
     "trainer",
 ]
 
+T = TypeVar("T")
 Checks = Callable[[Trial], Iterator[AuditFinding]]
 
 FIRST: tuple[tuple[str, Checks], ...] = (("batch", consistency.same_batch), ("weights", consistency.same_weights))
 # After a fault in one of FIRST or in these, nothing that follows could be believed.
 ALONE: tuple[tuple[str, Checks], ...] = (
+    ("finite", finite.finite),
     ("same twice", consistency.repeatable),
     ("labels used", consistency.labels_are_used),
     ("tokens", consistency.every_token),
 )
-STOPS = ("weights", "same twice", "labels used")
+STOPS = ("weights", "finite", "same twice", "labels used")
 THEN: tuple[tuple[str, Checks], ...] = (
     ("visibility", visibility.visibility),
     ("outputs", values.outputs),
@@ -89,7 +91,8 @@ def audit(
     suspects: references with a fault, by name: a step that equals one has that fault.
     tolerance: the largest error that is rounding, relative to the largest number; by default that of the dtype.
 
-    Returns the same report on every rank. Raises `InputError` for arguments that do not fit.
+    Returns the same report on every rank. Raises `InputError` for arguments that do not fit; where they do not fit on
+    some ranks only, the others raise `GroupError`.
 
         report = lw.audit(model, {"input_ids": ids, "cu_seqlens": cu_seqlens})   # lw.parallelize(model) before
         print(report)
@@ -97,6 +100,55 @@ def audit(
     """
     begin = time.perf_counter()
     comm = resolve(group)
+    inputs = _on_all(comm, lambda: _checked(batch, tolerance))
+    # After the batch: a Trainer wraps its model in DDP here, for which the ranks meet.
+    subject = _on_all(comm, lambda: _subject(step, group, reference, model, loss, gradients, suspects))
+    trial = Trial(subject, inputs, comm, tolerance)
+    found: list[AuditFinding] = trial.everyone(list(_findings(trial)))[0]
+    documents = len(trial.cu) - 1
+    seconds = trial.everyone(time.perf_counter() - begin)[0]
+    return AuditReport(comm.size, trial.cu[-1], documents, tuple(found), seconds)
+
+
+def _on_all(comm: Comm, make: Callable[[], T]) -> T:
+    """What `make` returns, once it has on every rank; what it raises on one, with a GroupError on the others."""
+    made: list[T] = []
+    problem: Exception | None = None
+    try:
+        made.append(make())
+    except Exception as error:
+        problem = error
+    texts = everyone(comm, f"{type(problem).__name__}: {problem}" if problem else "")
+    try:
+        if problem:
+            raise problem
+    finally:
+        del problem  # whose traceback has this frame
+    refused = [rank for rank, text in enumerate(texts) if text]
+    if refused:
+        raise GroupError(f"{named(refused)} of {comm.size} cannot be audited: {texts[refused[0]]}")
+    return made[0]
+
+
+def _checked(batch: Any, tolerance: float | None) -> Inputs:
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise InputError(f"tolerance is {tolerance}; give a relative error between 0 and 1, such as 1e-4")
+    inputs = as_inputs(batch)
+    if inputs["cu_seqlens"][-1] < 2:
+        raise InputError(f"the batch has {inputs['cu_seqlens'][-1]} tokens; give some documents of several tokens each")
+    return inputs
+
+
+def _subject(
+    step: Any,
+    group: Group,
+    reference: StepFunction | None,
+    model: nn.Module | None,
+    loss: str | None,
+    gradients: str | None,
+    suspects: Mapping[str, StepFunction] | None,
+) -> AuditedStep:
+    """The step with all that is known of it."""
     subject = subject_of(step, group, reference)
     if subject is None:
         if reference is None and model is not None:
@@ -105,17 +157,7 @@ def audit(
         subject = AuditedStep(step, model, reference, suspects=known)
     changes: dict[str, Any] = {"loss": loss, "gradients": gradients, "model": model}
     subject = replace(subject, **{name: value for name, value in changes.items() if value is not None})
-    subject = replace(subject, suspects={**subject.suspects, **(suspects or {})})
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise InputError(f"tolerance is {tolerance}; give a relative error between 0 and 1, such as 1e-4")
-    inputs = as_inputs(batch)
-    if inputs["cu_seqlens"][-1] < 2:
-        raise InputError(f"the batch has {inputs['cu_seqlens'][-1]} tokens; give some documents of several tokens each")
-    trial = Trial(subject, inputs, comm, tolerance)
-    found: list[AuditFinding] = trial.everyone(list(_findings(trial)))[0]
-    documents = len(trial.cu) - 1
-    seconds = trial.everyone(time.perf_counter() - begin)[0]
-    return AuditReport(comm.size, trial.cu[-1], documents, tuple(found), seconds)
+    return replace(subject, suspects={**subject.suspects, **(suspects or {})})
 
 
 def _findings(trial: Trial) -> Iterator[AuditFinding]:
@@ -130,7 +172,8 @@ def _findings(trial: Trial) -> Iterator[AuditFinding]:
             found = [faulty(name, "error", str(error), "see the text", "the step must take a full packed batch, twice")]
         yield from found
         if name == "batch":
-            trial.inputs = consistency.rank_0s(trial)
+            if any(f.verdict == FAULT for f in found):
+                trial.inputs = consistency.rank_0s(trial)
         elif any(f.fault == "error" or (f.verdict == FAULT and name in STOPS) for f in found):
             stopped = found[0].fault
         elif any(f.verdict == FAULT and name == "tokens" for f in found):

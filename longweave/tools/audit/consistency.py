@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from longweave.comm.exchange import is_sharded
 from longweave.errors import named
 from longweave.tools.audit.probes import only_labels
 from longweave.tools.audit.report import AuditFinding, faulty, right, skipped
 from longweave.tools.audit.steps import IGNORE, Inputs, plain_name
-from longweave.tools.audit.trial import Trial, largest, listed, row_errors
+from longweave.tools.audit.trial import Trial, differences, largest, listed, magnitude, row_errors
 
 
 def same_batch(trial: Trial) -> Iterator[AuditFinding]:
@@ -65,11 +66,19 @@ def _weights(model: nn.Module) -> dict[str, str]:
 
 
 def _digest(value: Any) -> str:
+    """Of all its bytes: `repr` leaves out the middle of an array."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()
         raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        value = f"{data.dtype} {tuple(data.shape)} {blake2b(raw, digest_size=16).hexdigest()}"
-    return blake2b(repr(value).encode(), digest_size=16).hexdigest()
+        value = data.dtype, tuple(data.shape), _digest(raw)
+    elif isinstance(value, np.ndarray):
+        value = value.dtype, value.shape, _digest(value.tolist() if value.dtype.hasobject else value.tobytes())
+    elif isinstance(value, Mapping):
+        value = [(repr(key), _digest(entry)) for key, entry in value.items()]
+    elif isinstance(value, list | tuple):
+        value = type(value), [_digest(entry) for entry in value]
+    raw = value if isinstance(value, bytes) else repr(value).encode()
+    return blake2b(raw, digest_size=16).hexdigest()
 
 
 def _differing(by_rank: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
@@ -91,8 +100,26 @@ def _odd_ranks(differing: Mapping[str, Sequence[str]]) -> str:
 
 
 def rank_0s(trial: Trial) -> Inputs:
-    """The batch of rank 0."""
-    return trial.everyone(trial.inputs if trial.comm.rank == 0 else None)[0] or trial.inputs
+    """The batch of rank 0, where this rank keeps its own."""
+    given = trial.everyone(on_cpu(trial.inputs) if trial.comm.rank == 0 else None)[0]
+    return trial.inputs if given is None else as_mine(given, trial.inputs)
+
+
+def on_cpu(inputs: Inputs) -> Inputs:
+    """A tensor on a GPU would arrive on the sender's GPU, by its number, on every rank."""
+    copied: Inputs = tree_map_only(Tensor, lambda x: x.detach().cpu(), inputs)
+    return copied
+
+
+def as_mine(given: Inputs, mine: Inputs) -> Inputs:
+    """Every tensor on the device of this rank's own of that name, or else on that of its tokens."""
+
+    def placed(name: str, value: Any) -> Any:
+        own = mine.get(name)
+        device = own.device if isinstance(own, Tensor) else mine["input_ids"].device
+        return tree_map_only(Tensor, lambda x: x.to(device), value)
+
+    return {name: placed(name, value) for name, value in given.items()}
 
 
 # -- the same twice ------------------------------------------------------------------------------------
@@ -107,14 +134,10 @@ def repeatable(trial: Trial) -> Iterator[AuditFinding]:
         same_tokens = then.tokens is not None and torch.equal(here.tokens, then.tokens)
         rows = torch.arange(len(here.outputs))
         errors["outputs"] = largest(row_errors(then.outputs, here.outputs, rows)) if same_tokens else np.inf
-    grads = {name: g for name, g in (here.gradients or {}).items() if g is not None}
-    for name, g in grads.items():
-        g_again = (then.gradients or {}).get(name)
-        scale = g.abs().max().clamp_min(1e-12)
-        errors[name] = np.inf if g_again is None else float(((g_again - g).abs().max() / scale).double())
-    worst = {name: max(e.get(name, 0.0) for e in trial.everyone(errors)) for name in errors}
-    name = max(worst, key=lambda key: worst[key])
-    name, error = trial.everyone((name, worst[name]))[0]
+    grads, grads_again = here.gradients or {}, then.gradients or {}
+    errors |= {name: _apart(g, grads_again.get(name)) for name, g in grads.items()}
+    # Of all ranks: an expert may have a gradient on one of them only.
+    name, error = max((entry for theirs in trial.everyone(errors) for entry in theirs.items()), key=lambda e: e[1])
     # Sums in another order round in another way; dropout and samplers are far beyond.
     if error <= 10 * trial.limit:
         yield right("same twice", "two runs agree" + ("" if error else ", bit by bit"))
@@ -128,6 +151,13 @@ def repeatable(trial: Trial) -> Iterator[AuditFinding]:
         "runs: audit with dropout 0 (model.eval() before, or config.attention_dropout = 0), from zero gradients, "
         "without the optimizer's update",
     )
+
+
+def _apart(g: Tensor | None, g_again: Tensor | None) -> float:
+    """How far two gradients of one parameter are from each other."""
+    if g is None or g_again is None or g.shape != g_again.shape:
+        return 0.0 if g is g_again else np.inf
+    return largest(differences(g_again, g)) / max(magnitude(g), 1e-12)
 
 
 # -- labels --------------------------------------------------------------------------------------------

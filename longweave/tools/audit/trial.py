@@ -31,6 +31,15 @@ Floats = npt.NDArray[np.float64]
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
+def everyone(comm: Comm, value: T) -> list[T]:
+    """Of every rank. Tensors on a GPU would arrive on the sender's: send numbers, or copies on the CPU."""
+    if comm.group is None or comm.size == 1:
+        return [value]
+    found: list[Any] = [None] * comm.size
+    dist.all_gather_object(found, value, group=comm.group)
+    return found
+
+
 class StepFailedError(Exception):
     """The step or the reference raised on some rank; the text says where and what."""
 
@@ -63,11 +72,7 @@ class Trial:
 
     def everyone(self, value: T) -> list[T]:
         """Of every rank."""
-        if self.comm.group is None or self.comm.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.comm.size
-        dist.all_gather_object(found, value, group=self.comm.group)
-        return found
+        return everyone(self.comm, value)
 
     def worst(self, value: float) -> float:
         """Of all ranks; what is not a number is worse than any."""
@@ -146,6 +151,8 @@ class Trial:
         """How far a loss is off; a step may return NaN where no label counts."""
         if not isfinite(found):
             return 0.0 if wanted == 0 or not isfinite(wanted) else inf
+        if not isfinite(wanted):
+            return inf
         return abs(found - wanted) / max(abs(wanted), 1e-3)
 
     # -- tokens ------------------------------------------------------------------------------------
@@ -187,12 +194,27 @@ class Trial:
 
 def row_errors(found: Tensor, wanted: Tensor, tokens: Tensor) -> Tensor:
     """The largest difference in each row, relative to the largest number that is wanted anywhere."""
-    whole = wanted.detach().cpu().double()
+    whole = wanted.detach().cpu()
     if found.shape[1:] != whole.shape[1:]:
         return torch.full((len(found),), inf, dtype=torch.float64)
-    scale = whole.abs().max().clamp_min(1e-6) if whole.numel() else torch.ones(())
-    differences = (found.cpu().double() - whole[tokens]).abs() / scale
-    return differences.reshape(len(found), -1).amax(1).nan_to_num(inf) if len(found) else differences.new_zeros(0)
+    return row_maxima(differences(found, whole[tokens])) / max(magnitude(whole), 1e-6)
+
+
+def differences(found: Tensor, wanted: Tensor) -> Tensor:
+    """Of every entry. None between equal infinities (masked logits) or two NaNs; infinite where only one is NaN."""
+    x, y = found.detach().cpu().double(), wanted.detach().cpu().double()
+    same = (x == y) | (x.isnan() & y.isnan())
+    return (x - y).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(same, 0.0)
+
+
+def magnitude(x: Tensor) -> float:
+    """The largest magnitude of its finite entries."""
+    return largest(x.detach().double().abs().nan_to_num(nan=0.0, posinf=0.0))
+
+
+def row_maxima(x: Tensor) -> Tensor:
+    """Of (n, …): n numbers."""
+    return x.reshape(len(x), -1).amax(1) if x.numel() else x.new_zeros(len(x))
 
 
 def guilty_module(trial: Trial, found: Mapping[str, Any], wanted: Mapping[str, Any], tokens: Tensor | None) -> str:

@@ -28,7 +28,7 @@ from longweave.tools.audit.probes import (
 )
 from longweave.tools.audit.report import AuditFinding, faulty, right, skipped
 from longweave.tools.audit.steps import StepResult
-from longweave.tools.audit.trial import Floats, Trial, listed
+from longweave.tools.audit.trial import Floats, Trial, differences, listed, magnitude, row_maxima
 
 NAMES = ("documents", "causality", "window", "exchange")
 
@@ -75,10 +75,8 @@ def _moved(trial: Trial, before: StepResult, after: StepResult) -> Floats:
     assert before.outputs is not None
     assert after.outputs is not None
     assert before.tokens is not None
-    differences = (after.outputs.double() - before.outputs.double()).abs().cpu()
-    size = float(before.outputs.double().abs().max()) if before.outputs.numel() else 0.0
-    largest = max(max(trial.everyone(size)), 1e-6)
-    rows = differences.reshape(len(differences), -1).amax(1) if len(differences) else differences.new_zeros(0)
+    largest = max(max(trial.everyone(magnitude(before.outputs))), 1e-6)
+    rows = row_maxima(differences(after.outputs, before.outputs))
     return trial.by_token(before.tokens, rows / largest)
 
 

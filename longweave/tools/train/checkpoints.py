@@ -24,24 +24,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from longweave.errors import InputError, LongweaveError
+from longweave.errors import InputError
 from longweave.tools.train import shards
 from longweave.tools.train.shards import Chunk, StoredTensor, Table
+from longweave.tools.train.together import RunFileError, naming, nothing, together
 
-T = TypeVar("T")
 Facts = dict[str, str | int]  # what must be alike when a run is resumed
 
 CONTENTS, LATEST = "checkpoint.json", "latest"
 FORMAT = "longweave checkpoint 1"
 
 
-class CheckpointError(LongweaveError, RuntimeError):
+class CheckpointError(RunFileError):
     """A checkpoint could not be written; earlier ones are as they were."""
 
 
@@ -115,7 +115,10 @@ def check_facts(folder: Path, facts: Facts) -> Contents:
     other = [f"{name} is {contents.facts.get(name)} there and {mine} here" for name, mine in facts.items()
              if contents.facts.get(name) != mine]  # fmt: skip
     if other:
-        raise InputError(f"{folder} is of another run: {'; '.join(other)}. Give the options that it was made with")
+        raise InputError(
+            f"{folder} is of another run: {'; '.join(other)}. Give the options that it was made with, "
+            "and the same version of Python if it is the documents"
+        )
     return contents
 
 
@@ -144,7 +147,7 @@ def run_folder(out: Path, start: Path | None, group: dist.ProcessGroup | None) -
             )
 
     try:
-        _together(take if dist.get_rank() == 0 else _nothing, group, lambda text: CheckpointError(f"out: {text}"))
+        together(take if dist.get_rank() == 0 else nothing, group, lambda text: CheckpointError(f"out: {text}"))
         yield
     finally:
         for descriptor in lock:
@@ -204,16 +207,16 @@ def save(
         last = f"the last complete checkpoint is {kept}" if kept else "there is no complete checkpoint yet"
         return CheckpointError(f"the checkpoint of step {step} could not be saved: {text}; {last}")
 
-    _together(half.mkdir if rank == 0 else _nothing, group, failed)
-    written = _together(write_shards, group, failed)
-    done = _together((lambda: finish(written)) if rank == 0 else _nothing, group, failed)[0]
+    together(half.mkdir if rank == 0 else nothing, group, failed)
+    written = together(write_shards, group, failed)
+    done = together((lambda: finish(written)) if rank == 0 else nothing, group, failed)[0]
     assert done is not None
     return done
 
 
 def chosen_by_rank_0(choose: Callable[[], Path | None], group: dist.ProcessGroup | None) -> Path | None:
     """Where the run starts is looked up once: another host may see a folder later."""
-    return _together(choose if dist.get_rank() == 0 else _nothing, group, InputError)[0]
+    return together(choose if dist.get_rank() == 0 else nothing, group, InputError)[0]
 
 
 def load(
@@ -243,31 +246,12 @@ def load(
     def refused(text: str) -> InputError:
         return InputError(f"{folder} cannot be resumed from: {text}")
 
-    contents = _together(examine, group, refused)[rank]
-    _together(lambda: fill(contents), group, refused)
+    contents = together(examine, group, refused)[rank]
+    together(lambda: fill(contents), group, refused)
     return contents.step
 
 
 # -- in pieces ------------------------------------------------------------------------------------
-
-
-def _together(what: Callable[[], T], group: dist.ProcessGroup | None, error: Callable[[str], Exception]) -> list[T]:
-    """Run it on every rank; the results of all, or the first rank's error on all."""
-    mine: tuple[T | None, str | None]
-    try:
-        mine = what(), None
-    except (OSError, InputError) as problem:
-        mine = None, str(problem)
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine, group=group)
-    problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None]
-    if problems:
-        raise error(problems[0])
-    return [answer for answer, _ in answers]
-
-
-def _nothing() -> None:
-    return None
 
 
 def _free_name(out: Path, step: int) -> Path:
@@ -287,22 +271,18 @@ def _point(out: Path, name: str) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    try:
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:  # a write says that the disk is full, but not where
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with naming(path), path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:
     """What was written to this file, or renamed in this folder, is on the disk afterwards."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from longweave.errors import GroupError, InputError, LongweaveError
 from longweave.launch import FailedRun, RankError
 from longweave.tools.train import checkpoints
+from longweave.tools.train.together import RunFileError
 
 LONGEST = 400  # characters of an error's text in the line
 ANSWER_WITHIN = 8.0  # seconds for the other ranks to notice, too, that a wait has ended
@@ -131,5 +132,5 @@ def _log(trace: str, out: Path | None, name: str) -> Path:
 
 def _first_line(error: BaseException) -> str:
     text = " ".join((str(error).strip().splitlines() or [""])[0].split())
-    kind = "" if isinstance(error, RankError | InputError | checkpoints.CheckpointError) else type(error).__name__
+    kind = "" if isinstance(error, RankError | InputError | RunFileError) else type(error).__name__
     return ": ".join(part for part in (kind, text[:LONGEST]) if part)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,9 +33,10 @@ from longweave.errors import InputError
 from longweave.plan.cost import cost
 from longweave.plan.heads import split_heads
 from longweave.plan.schedule import check_options
-from longweave.tools.timeline import StepRecorder, gather_timeline, recording
+from longweave.tools.timeline import StepRecorder, Timeline, gather_timeline, recording
 from longweave.tools.train import checkpoints
-from longweave.tools.train.workload import DrawnDocuments, build_model, draw_documents
+from longweave.tools.train.together import compare_facts, naming, rank_0_writes
+from longweave.tools.train.workload import DrawnDocuments, build_model, documents_digest, draw_documents
 
 TIMELINE = "timeline.json"  # in the run's folder: one step of all ranks
 
@@ -109,6 +111,7 @@ class TrainConfig:
             "seed": self.seed,
             "tokens": self.tokens,
             "dp × accumulate": self.dp * self.accumulate,
+            "documents of Python's standard library": documents_digest(),
         }
 
     def learning_rate(self, step: int) -> float:
@@ -137,6 +140,7 @@ class Metrics:
 def train(config: TrainConfig, progress: Progress | None = None) -> list[Metrics]:
     """Train on this rank of the default process group; returns the metrics of every step of this run."""
     world = dist.get_world_size()
+    compare_facts(config.facts)
     cp = config.check(world)
     files = dist.new_group(timeout=timedelta(seconds=config.timeout))
     start = checkpoints.chosen_by_rank_0(config.start, files)
@@ -153,10 +157,8 @@ def train(config: TrainConfig, progress: Progress | None = None) -> list[Metrics
     history = []
     with checkpoints.run_folder(config.out, start, files) if config.out else nullcontext():
         first = checkpoints.load(start, model, optimizer, config.facts, files) if start else 0
-        if config.out and dist.get_rank() == 0:
-            keep_metrics(config.out, first)
-            if start:
-                checkpoints.went_on_from(start, config.out)
+        if config.out:
+            rank_0_writes("metrics", partial(begin_again, config.out, start, first), files)
         dist.barrier(files)  # from here on ranks wait for each other's work only
         for group in (None, mesh["dp"].get_group(), mesh["cp"].get_group(), everyone.get_group()):
             _set_pg_timeout(timedelta(seconds=config.wait), group)
@@ -167,16 +169,14 @@ def train(config: TrainConfig, progress: Progress | None = None) -> list[Metrics
                 with recording(mesh["cp"], model) as recorder:
                     metrics = train_step(config, step, model, optimizer, mesh, recorder)
                 timeline = gather_timeline(f"step {step}", recorder.stop(), files)
-                if dist.get_rank() == 0:
-                    timeline.save(config.out / TIMELINE)
+                rank_0_writes("the timeline", partial(save_timeline, config.out, timeline), files)
             else:
                 metrics = train_step(config, step, model, optimizer, mesh)
             history.append(metrics)
-            if dist.get_rank() == 0:
-                if config.out:
-                    add_metrics(config.out, metrics)
-                if progress:
-                    progress(metrics)
+            if config.out:
+                rank_0_writes(f"metrics of step {step}", partial(add_metrics, config.out, metrics))
+            if progress and dist.get_rank() == 0:
+                progress(metrics)
             if config.save_every and config.out and (step + 1) % config.save_every == 0:
                 checkpoints.save(config.out, model, optimizer, step + 1, config.facts, files)
     return history
@@ -288,7 +288,13 @@ def attention_load(plan: lw.Plan) -> AttentionLoad:
     return AttentionLoad(tuple(work.tolist()), imbalance, received, total * (world - 1))
 
 
-# -- metrics.jsonl: every step once, also when it was done twice ----------------------------------------
+# -- files of rank 0; metrics.jsonl has every step once, also when it was done twice --------------------
+
+
+def begin_again(out: Path, start: Path | None, first: int) -> None:
+    keep_metrics(out, first)
+    if start:
+        checkpoints.went_on_from(start, out)
 
 
 def keep_metrics(out: Path, first: int) -> None:
@@ -296,13 +302,20 @@ def keep_metrics(out: Path, first: int) -> None:
     path = out / "metrics.jsonl"
     kept = [line for line in path.read_bytes().splitlines() if _step(line) < first] if path.exists() else []
     draft = out / ".metrics.jsonl"
-    draft.write_bytes(b"".join(line + b"\n" for line in kept))
+    with naming(draft):
+        draft.write_bytes(b"".join(line + b"\n" for line in kept))
     draft.replace(path)
 
 
 def add_metrics(out: Path, metrics: Metrics) -> None:
-    with (out / "metrics.jsonl").open("a") as file:
+    path = out / "metrics.jsonl"
+    with naming(path), path.open("a") as file:
         file.write(json.dumps(asdict(metrics)) + "\n")
+
+
+def save_timeline(out: Path, timeline: Timeline) -> None:
+    with naming(out / TIMELINE):
+        timeline.save(out / TIMELINE)
 
 
 def _step(line: bytes) -> float:

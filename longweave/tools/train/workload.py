@@ -11,6 +11,7 @@ import re
 import sysconfig
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def documents() -> tuple[bytes, ...]:
         if "site-packages" not in path.parts and "test" not in path.parts:
             found += [part for part in _BORDER.split(path.read_bytes()) if len(part) >= 32]
     return tuple(found)
+
+
+@lru_cache(maxsize=1)  # of what `documents` keeps
+def documents_digest() -> str:
+    """Another Python has another library, from which the same seed draws other documents."""
+    found = sha256()
+    for document in documents():
+        found.update(len(document).to_bytes(8) + document)
+    return found.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
