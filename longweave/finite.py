@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longweave.comm.exchange import all_gather_v
+from longweave.comm.exchange import all_gather_v, received_on_host
 from longweave.core import PackCore
 from longweave.errors import InputError
 from longweave.tensors import kind_of
@@ -29,7 +29,8 @@ def check_finite(core: PackCore, tensors: Mapping[str, Tensor | None]) -> None:
         bad = [_first_bad(x.detach()) for x in given.values()]
         number = next((i for i, token in enumerate(bad) if token >= 0), -1)
         mine = torch.tensor([[number, _token_of(core, bad[number]) if number >= 0 else 0]], device=comm.control_device)
-        for rank, (number, token) in enumerate(all_gather_v(mine, [1] * comm.size, comm).wait().tolist()):
+        everyone = received_on_host(all_gather_v(mine, [1] * comm.size, comm).wait(), comm).tolist()
+        for rank, (number, token) in enumerate(everyone):
             if number >= 0:
                 document = int(np.searchsorted(core.cu_seqlens, token, side="right")) - 1
                 raise InputError(

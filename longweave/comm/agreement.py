@@ -21,7 +21,7 @@ from struct import pack, unpack
 
 import torch
 
-from longweave.comm.exchange import Comm, all_gather_v
+from longweave.comm.exchange import Comm, all_gather_v, received_on_host
 from longweave.comm.ledger import Ledger, RecordedCall, digest, is_checking
 from longweave.errors import GroupError, named
 
@@ -70,7 +70,7 @@ def compare(
         return
     with RecordedCall(comm.ledger, what, what, between_packs).meeting():
         mine = torch.tensor([digests_of(facts, problem, weights)], device=comm.control_device)
-        everyone = all_gather_v(mine, [1] * comm.size, comm).wait().tolist()
+        everyone = received_on_host(all_gather_v(mine, [1] * comm.size, comm).wait(), comm).tolist()
         raise_differences(comm, everyone, facts, problem)
 
 

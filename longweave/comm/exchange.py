@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from longweave.comm.ledger import Ledger, ledger_of
-from longweave.comm.watch import telling, wait_for
+from longweave.comm.watch import check_unbroken, telling, wait_for
 from longweave.errors import GroupError, InputError
 from longweave.tensors import accumulation_dtype
 
@@ -166,7 +166,7 @@ class Pending(Generic[T]):
         if self._finish is not None:
             if self._ledger is not None:
                 self._ledger.pending.pop(id(self._works), None)
-                wait_for(self._works, self._ledger)
+                wait_for(self._works, self._ledger, self._buffers[0].device)
             self._result = self._finish()
             self._finish, self._works, self._buffers = None, (), ()
         return self._result
@@ -198,9 +198,10 @@ def all_to_all_v(
         return Pending(works, lambda: received, (x, received), comm)
     stays = send_splits[comm.rank]
     _count_exchange(comm, (len(x) - stays) * (x.nbytes // max(len(x), 1)), x.device)
+    group = comm.group
     with telling(comm.ledger):
         work = dist.all_to_all_single(
-            _bytes(received), _bytes(x), list(recv_splits), list(send_splits), group=comm.group, async_op=True
+            _bytes(received), _bytes(x), list(recv_splits), list(send_splits), group=group, async_op=True
         )
     return Pending((work,), lambda: received, (x, received), comm)
 
@@ -215,8 +216,9 @@ def all_gather_v(x: Tensor, counts: Sequence[int], comm: Comm) -> Pending[Tensor
         if not gathered.numel():
             return done(gathered)
         _count_exchange(comm, x.nbytes * (comm.size - 1), x.device)
+        group = comm.group
         with telling(comm.ledger):
-            work = _all_gather(_bytes(gathered), _bytes(x), group=comm.group, async_op=True)
+            work = _all_gather(_bytes(gathered), _bytes(x), group=group, async_op=True)
         return Pending((work,), lambda: gathered, (x, gathered), comm)
     # Each rank sends its tokens to every other, straight into place.
     slots = torch.split(gathered, list(counts))
@@ -338,8 +340,9 @@ def _all_reduced(flat: Tensor, comm: Comm) -> Tensor:
     """Between CPUs in rank order, so that every rank has the same bits."""
     if not _by_messages(flat):
         _count_exchange(comm, flat.nbytes, flat.device)
+        group = comm.group
         with telling(comm.ledger):
-            work = dist.all_reduce(flat, group=comm.group, async_op=True)
+            work = dist.all_reduce(flat, group=group, async_op=True)
         return Pending((work,), lambda: flat, (flat,), comm).wait()
     if len(flat) <= SMALL:
         everyone = all_gather_v(flat, [len(flat)] * comm.size, comm).wait().view(comm.size, -1)
@@ -347,6 +350,13 @@ def _all_reduced(flat: Tensor, comm: Comm) -> Tensor:
     borders = [len(flat) * rank // comm.size for rank in range(comm.size + 1)]
     counts = [stop - start for start, stop in pairwise(borders)]
     return all_gather_v(reduce_scatter_v(flat, counts, comm).wait(), counts, comm).wait()
+
+
+def received_on_host(x: Tensor, comm: Comm) -> Tensor:
+    """What an exchange has brought, for host code to read. A device whose exchange was ended brings anything."""
+    found = x.cpu()  # waits for the device
+    check_unbroken(comm.ledger)
+    return found
 
 
 def is_sharded(x: Tensor) -> bool:

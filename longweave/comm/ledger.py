@@ -159,15 +159,13 @@ class Ledger:
         self.pending: dict[int, Any] = {}  # works of exchanges that nobody has waited for yet
         self.waiting: float | None = None  # for an exchange since when, by time.monotonic()
         self.is_at_store = False  # it waits there for the others, with a limit of its own
-        self.on_device: deque[Any] = deque()  # works of exchanges that a device has before it
-        self.device_since = 0.0  # when it last got on with them
         self.observer: Observer | None = None  # as long as somebody records a step
         # Packs and gathers through the store
         self.packs = 0  # made so far
         self.asked = 0  # calls that were compared before they were made
         self.weights: Any = None  # checksum of a model's weights, a tensor, to be compared with the next pack
         self.gathers = 0
-        self.life: int | None = None  # how many groups had this store before; known once somebody asked
+        self.life: str | None = None  # this group's name in its store, once somebody asked (`life.py`)
         # What went wrong
         self.departures = 0  # calls that an error has left
         self.left, self.departure = 0, ""  # number of the last of them, and what happened there

@@ -10,18 +10,21 @@
                                                                      am patient: it may load data, save, compile
     is in a call, and computes                                       much later
 
-"Much later" is PATIENCE times the limit. A rank that makes calls is never given up, however far behind it is.
+"Much later" is PATIENCE times the limit, but before the group's own timeout. A rank that makes calls is never given up,
+however far behind it is.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from longweave.errors import named
 
 PATIENCE = 20
+BEFORE_TIMEOUT = 0.9  # of the group's own timeout, which names nobody
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,16 @@ class Seen:
 
 
 def reason_to_give_up(
-    rank: int, ranks: Mapping[int, Seen], waited: float, limit: float, silent_after: float, patient: bool
+    rank: int,
+    ranks: Mapping[int, Seen],
+    waited: float,
+    limit: float,
+    silent_after: float,
+    patient: bool,
+    timeout: float = math.inf,
 ) -> str | None:
     """Why rank `rank`, which waits, should wait no longer; None while it should. All times are seconds."""
+    much_later = max(limit, min(PATIENCE * limit, BEFORE_TIMEOUT * timeout))
     mine = ranks[rank].position
     others = {other: seen for other, seen in ranks.items() if other != rank}
     for seen in others.values():
@@ -96,7 +106,7 @@ def reason_to_give_up(
     at_work = [other for other, seen in others.items() if not seen.position.waits]
     for other in at_work:
         position, seconds = others[other].position, min(waited, others[other].unchanged)
-        if seconds >= (limit if position.is_over and not patient else PATIENCE * limit):
+        if seconds >= (limit if position.is_over and not patient else much_later):
             if position.is_in_call_of(mine):
                 return f"rank {other} is in {mine.call}, for {seconds:.0f} s"
             return f"rank {other} did not come to {mine.call}, within {seconds:.0f} s"
@@ -104,7 +114,7 @@ def reason_to_give_up(
     if not at_work and seconds >= limit:
         if not all(seen.position.is_in_call_of(mine) for seen in others.values()):
             return f"the ranks wait in different calls, for {seconds:.0f} s"
-        if seconds >= PATIENCE * limit:
+        if seconds >= much_later:
             return f"all ranks wait in {mine.call}, for {seconds:.0f} s"
     return None
 

@@ -19,27 +19,25 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from longweave.comm.ledger import Ledger
+from longweave.comm.ledger import Ledger, NotedCall
+from longweave.comm.life import within
 from longweave.comm.whereabouts import BEAT, SILENT_BEATS, Whereabouts, interval
-from longweave.errors import GroupError, InputError
+from longweave.errors import GroupError, InputError, LongweaveError
 
 log = logging.getLogger("longweave.comm")
-
-T = TypeVar("T")
 
 DEFAULT_WAIT = 30.0  # seconds
 STORE_ANSWERS = 5.0  # seconds within which the store does, unless its process stands still
 PAUSED = 2.0  # seconds that a thread of this process may be late; more, and the process was stopped
 DRAIN = 10.0  # seconds for exchanges that were under way when an error came
-ON_DEVICE = 4  # exchanges whose completion on a device is looked at
 
 WATCHED = {"gloo", "nccl"}  # backends whose waits can be ended
 
@@ -88,14 +86,17 @@ def telling(ledger: Ledger) -> Iterator[None]:
     """An exchange that fails inside, because another rank has ended or hung up, says who is where."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, LongweaveError):
         raise
     except RuntimeError as error:
         raise group_error(ledger, error) from error
 
 
-def wait_for(works: Sequence[dist.Work], ledger: Ledger) -> None:
-    """Wait until the works of an exchange are complete. Raises `GroupError` where that cannot happen any more."""
+def wait_for(works: Sequence[dist.Work], ledger: Ledger, device: torch.device) -> None:
+    """Wait until the works of an exchange are complete, or let the device wait where they are a device's.
+
+    Raises `GroupError` where that cannot happen any more.
+    """
     if not ledger.is_watched:
         begin(ledger)
     observer = ledger.observer
@@ -110,17 +111,15 @@ def wait_for(works: Sequence[dist.Work], ledger: Ledger) -> None:
         ledger.waiting = None
         if observer is not None:
             observer.wait_ends()
-    if not works[-1].is_completed():  # a device waits, this process does not
-        _remember(ledger, works[-1])
+    if device.type != "cpu" and ledger.whereabouts is not None:
+        ledger.whereabouts.device.set(device, ledger.at)
+    check_unbroken(ledger)
 
 
-def _remember(ledger: Ledger, work: dist.Work) -> None:
-    """The oldest few exchanges that a device has before it, and the newest."""
-    if not ledger.on_device:
-        ledger.device_since = time.monotonic()
-    if len(ledger.on_device) == ON_DEVICE:
-        ledger.on_device.pop()
-    ledger.on_device.append(work)
+def check_unbroken(ledger: Ledger) -> None:
+    """Raise if the group was given up meanwhile: a device then goes on, with memory in which nothing has arrived."""
+    if ledger.broken is not None:
+        raise GroupError(ledger.broken)
 
 
 def begin(ledger: Ledger) -> None:
@@ -194,6 +193,22 @@ def _tell_and_drain(ledger: Ledger) -> None:
 # -- the threads of this process ------------------------------------------------------------------------
 
 
+class Wait(NamedTuple):
+    """This process waits, or a device for it."""
+
+    since: float  # by time.monotonic()
+    on_device: NotedCall | None  # the call that the device waits in
+    patient: bool
+
+    @classmethod
+    def of(cls, ledger: Ledger, whereabouts: Whereabouts) -> Wait | None:
+        since, on_device = ledger.waiting, whereabouts.device.waits()
+        if since is not None:
+            return cls(since, None, ledger.is_patient)
+        # A device may have much to do before the exchange.
+        return None if on_device is None else cls(*on_device, patient=True)
+
+
 class Watcher:
     """Publishes positions and ends waits that last too long. One thread for all groups of this process, and one that
     notices when the store itself does not answer. They end with the process.
@@ -204,7 +219,6 @@ class Watcher:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._threads: dict[str, threading.Thread] = {}
-        self._answered = time.monotonic()
         self._resumed = 0.0  # when this process went on after it had been stopped
 
     def watch(self, ledger: Ledger) -> None:
@@ -212,7 +226,6 @@ class Watcher:
             self._ledgers = [ref for ref in self._ledgers if ref() is not None] + [weakref.ref(ledger)]
             for name, target in {"longweave-watch": self._watch, "longweave-store": self._guard}.items():
                 if name not in self._threads or not self._threads[name].is_alive():
-                    self._answered = time.monotonic()
                     self._threads[name] = threading.Thread(target=target, name=name, daemon=True)
                     self._threads[name].start()
 
@@ -222,83 +235,77 @@ class Watcher:
         for thread in self._threads.values():
             thread.join(2 * STORE_ANSWERS)
 
-    def _living(self) -> list[Ledger]:
-        """Those whose group exists. A pack may outlive its group: then nothing is published or kept any more."""
+    def _living(self) -> list[tuple[Ledger, Whereabouts]]:
+        """Those whose group exists and can be used. A pack may outlive its group: then nothing is published or kept
+        any more.
+        """
         with self._lock:
             found = [ref() for ref in self._ledgers]
         for ledger in found:
-            if ledger is not None and ledger.group is None:
+            if ledger is not None and is_destroyed(ledger):
                 ledger.whereabouts = None
-        return [ledger for ledger in found if ledger is not None and ledger.group is not None]
+        living = [ledger for ledger in found if ledger is not None and ledger.broken is None]
+        return [(ledger, ledger.whereabouts) for ledger in living if ledger.whereabouts is not None]
+
+    def _sleep(self, seconds: float) -> bool:
+        """False where the process ends. If this process was stopped meanwhile, and others perhaps with it, then what
+        was seen before says nothing, nor does waiting. Both threads look for that, since one may be in a request.
+        """
+        begin = time.monotonic()
+        if self._stop.wait(seconds):
+            return False
+        if time.monotonic() - begin > seconds + PAUSED:
+            self._resumed = time.monotonic()
+            for _, whereabouts in self._living():
+                whereabouts.forget()
+        return True
 
     def _watch(self) -> None:
-        last = time.monotonic()
-        while not self._stop.wait(interval()):
-            if time.monotonic() - last > interval() + PAUSED:
-                self._after_a_pause()
-            last = time.monotonic()
-            for ledger in self._living():
+        while self._sleep(interval()):
+            for ledger, whereabouts in self._living():
                 try:
-                    self._attend(ledger)
+                    if whereabouts.is_connected():
+                        self._attend(ledger, whereabouts)
                 except Exception as error:
-                    # The store has ended with its process, or the group was destroyed meanwhile. If this process
-                    # waits for others, its own connections tell.
-                    log.debug("positions are not published any more: %s", error)
-                    ledger.whereabouts = None
-                self._answered = time.monotonic()
-            self._answered = time.monotonic()
+                    # The store has ended with its process, the way there is cut, or the group was destroyed just now.
+                    log.debug("a position could not be published or read: %s", error)
+                    whereabouts.lost()
 
-    def _after_a_pause(self) -> None:
-        """This process was stopped, and others perhaps with it: what was seen before says nothing, nor does waiting."""
-        self._resumed = time.monotonic()
-        for ledger in self._living():
-            if ledger.whereabouts is not None:
-                ledger.whereabouts.forget()
-
-    def _attend(self, ledger: Ledger) -> None:
+    def _attend(self, ledger: Ledger, whereabouts: Whereabouts) -> None:
         """Publish; look at the others if this process, or a device for it, waits."""
-        whereabouts = ledger.whereabouts
-        if whereabouts is None or ledger.broken is not None:
-            return
-        whereabouts.publish(ledger)
         now, limit = time.monotonic(), wait_limit()
+        whereabouts.publish(ledger)
+        wait = Wait.of(ledger, whereabouts)
+        waited = 0.0 if wait is None else now - max(wait.since, self._resumed)
+        if wait is None or waited < BEAT:
+            return
         silent_after = max(limit, SILENT_BEATS * interval())  # a limit of less than that tells nothing of signs of life
-        since, on_device = ledger.waiting, _device_waits(ledger)
-        if since is not None and now - since >= BEAT:
-            waited = now - max(since, self._resumed)
-            reason = whereabouts.verdict(ledger, waited, limit, silent_after, ledger.is_patient)
-            if reason is not None and ledger.waiting == since:
-                give_up(ledger, reason)
-        elif since is None and on_device is not None and now - on_device >= limit:
-            reason = whereabouts.verdict(ledger, now - on_device, limit, silent_after, patient=True)
-            if reason is not None:
-                give_up(ledger, reason)
+        reason = whereabouts.verdict(ledger, waited, limit, silent_after, wait.patient, wait.on_device)
+        if reason is not None and Wait.of(ledger, whereabouts) == wait:
+            give_up(ledger, reason)
 
     def _guard(self) -> None:
-        """The other thread may hang in the store, if its process stands still."""
-        last = time.monotonic()
-        while not self._stop.wait(BEAT):
-            if time.monotonic() - last > BEAT + PAUSED:
-                self._answered = time.monotonic()
-            last = time.monotonic()
-            late = time.monotonic() - self._answered - interval()
-            for ledger in self._living() if late > STORE_ANSWERS else ():
+        """The other thread may hang in the store, if its process stands still, or not reach it any more."""
+        while self._sleep(BEAT):
+            for ledger, whereabouts in self._living():
                 since = ledger.waiting
-                if since is not None and time.monotonic() - since > wait_limit() and ledger.broken is None:
+                late = 0.0 if since is None else time.monotonic() - max(since, self._resumed, whereabouts.answered)
+                if late > max(wait_limit(), STORE_ANSWERS + interval()):
                     give_up(
                         ledger,
                         f"this rank waits in {ledger.at}, and the store of the process group does not answer for "
-                        f"{late:.0f} s: the process that keeps it, mostly rank 0 or the launcher, stands still or its "
-                        "host cannot be reached",
+                        f"{late:.0f} s: the process that keeps it, mostly rank 0 or the launcher, has ended or stands "
+                        "still, or its host cannot be reached",
                     )
 
 
-def _device_waits(ledger: Ledger) -> float | None:
-    """Since when a device has not got on with the exchanges before it."""
-    while ledger.on_device and ledger.on_device[0].is_completed():
-        ledger.on_device.popleft()
-        ledger.device_since = time.monotonic()
-    return ledger.device_since if ledger.on_device else None
+def is_destroyed(ledger: Ledger) -> bool:
+    """Also where somebody still holds the group."""
+    group = ledger.group
+    try:
+        return group is None or not dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return True
 
 
 _watcher = Watcher()
@@ -328,20 +335,6 @@ def _hang_up(ledger: Ledger) -> None:
         else:
             with suppress(RuntimeError):
                 backend.abort()
-
-
-def within(seconds: float, fn: Callable[[], T]) -> T | None:
-    """What `fn` returns, or None if it raises or takes longer: what talks to a store may wait for a dead process."""
-    found: list[T] = []
-
-    def call() -> None:
-        with suppress(Exception):
-            found.append(fn())
-
-    thread = threading.Thread(target=call, name="longweave-ask", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,22 +8,30 @@ A connection to the store of its own: torch's own requests may hold the common o
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from longweave.comm.ledger import Ledger
+from longweave.comm.device import DeviceMarks
+from longweave.comm.ledger import Ledger, NotedCall
+from longweave.comm.life import life_of
 from longweave.comm.positions import Position, Seen, described, reason_to_give_up
 
 BEAT = 0.5  # seconds between two publications of a rank; more where there are many ranks, whom one store serves
 RANKS_PER_BEAT = 64
 SILENT_BEATS = 6  # without a sign of life, once a connection has failed
 HISTORY = 16  # calls that a rank tells the others
+RETRY, LONGEST_RETRY = 2.0, 60.0  # seconds until a connection that was lost is tried again: first, later
+CONNECT = timedelta(seconds=1)  # to try it
+REQUEST = timedelta(seconds=30)  # to answer a request
 
 
 def interval() -> float:
@@ -34,15 +42,13 @@ def interval() -> float:
         return BEAT
 
 
-def life_of(ledger: Ledger) -> int:
-    """How many groups had this store before. Groups that processes make one after another may have one store: each
-    has keys of its own there. Every rank asks once.
-    """
-    if ledger.life is None:
-        group = ledger.group
-        assert group is not None
-        ledger.life = (group.get_group_store().add("longweave/lives", 1) - 1) // group.size()
-    return ledger.life
+class Sighting(NamedTuple):
+    """What was last seen of a rank, and since when it has been that."""
+
+    beat: int
+    alive: float
+    standing: object
+    moved: float
 
 
 class Whereabouts:
@@ -50,13 +56,35 @@ class Whereabouts:
 
     def __init__(self, ledger: Ledger, group: dist.ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
+        self.device = DeviceMarks()
+        self.answered = time.monotonic()  # when the store last did
+        self._timeout = _timeout_of(group)
         self._keys = [f"longweave/{life_of(ledger)}/at/{rank}" for rank in range(self.size)]
         self._store: Store = group.get_group_store()
-        with suppress(RuntimeError):
-            self._store = self._store.clone()  # type: ignore[attr-defined]
+        self._has_own_store = False
+        with suppress(RuntimeError):  # not every store can do that
+            self._store, self._has_own_store = self._store.clone(), True  # type: ignore[attr-defined]
+            self._store.set_timeout(REQUEST)
+        self._retry_at: float | None = None  # while there is no connection
+        self._retry_in = RETRY
         self._beat = 0
-        # Of each rank: its last beat and since when it is that, its last standing and since when it is that
-        self._known: dict[int, tuple[int, float, object, float]] = {}
+        self._sightings: dict[int, Sighting] = {}
+        self._not_before = 0.0  # what was seen before says nothing
+
+    def lost(self) -> None:
+        """A request has failed: the store has ended with its process, or the way there is cut."""
+        self._retry_at = time.monotonic() + self._retry_in
+        self._retry_in = min(2 * self._retry_in, LONGEST_RETRY)
+
+    def is_connected(self) -> bool:
+        """If the connection was lost, a new one is tried now and then. Raises what comes of that."""
+        if self._retry_at is not None and time.monotonic() >= self._retry_at:
+            if self._has_own_store:
+                self._store.set_timeout(CONNECT)
+                self._store = self._store.clone()  # type: ignore[attr-defined]
+                self._store.set_timeout(REQUEST)
+            self._retry_at, self._retry_in = None, RETRY
+        return self._retry_at is None
 
     def publish(self, ledger: Ledger) -> None:
         self._beat += 1
@@ -83,32 +111,48 @@ class Whereabouts:
         # Another thread may have begun a call in between: what belongs to which is then not known.
         return position if ledger.at is at else replace(position, waits=False, is_over=False)
 
-    def look(self, ledger: Ledger) -> dict[int, Seen]:
-        """All ranks. Those that have not published yet have done nothing yet."""
-        present = list(range(self.size))
-        if not self._store.check(self._keys):  # one request, once all have published
-            present = [rank for rank in present if self._store.check([self._keys[rank]])]
-        texts = dict(zip(present, self._store.multi_get([self._keys[rank] for rank in present]), strict=True))
-        now, found = time.monotonic(), {}
+    def look(self, ledger: Ledger, on_device: NotedCall | None = None) -> dict[int, Seen]:
+        """All ranks. Those that have not published yet have done nothing yet.
+
+        on_device: the call that a device of this process waits in, if the process itself does not.
+        """
+        asked = time.monotonic()
+        texts = self._texts()
+        self.answered = time.monotonic()
+        found = {}
         for rank in range(self.size):
             position = Position.read(texts[rank]) if rank in texts else Position()
             if rank == self.rank:
                 position = self._own(ledger)
-            beat, alive, standing, moved = self._known.get(rank, (-1, now, None, now))
-            alive = alive if position.beat == beat else now
-            moved = moved if position.standing == standing else now
-            self._known[rank] = position.beat, alive, position.standing, moved
-            found[rank] = Seen(position, now - alive, now - moved)
+                position = position if on_device is None else _waiting_in(on_device, position)
+            beat, alive, standing, moved = self._sightings.get(rank, Sighting(-1, asked, None, asked))
+            # News came with the answer; that there was none is known of the time of the question. So a slow store
+            # accuses nobody.
+            alive = alive if position.beat == beat else self.answered
+            moved = moved if position.standing == standing else self.answered
+            self._sightings[rank] = Sighting(position.beat, alive, position.standing, moved)
+            since = [max(time_seen, self._not_before) for time_seen in (alive, moved)]
+            found[rank] = Seen(position, max(asked - since[0], 0.0), max(asked - since[1], 0.0))
         return found
+
+    def _texts(self) -> dict[int, bytes]:
+        """What ranks have published."""
+        present = list(range(self.size))
+        if not self._store.check(self._keys):  # one request, once all have published
+            present = [rank for rank in present if self._store.check([self._keys[rank]])]
+        return dict(zip(present, self._store.multi_get([self._keys[rank] for rank in present]), strict=True))
 
     def forget(self) -> None:
         """What was seen before says nothing about now."""
-        self._known.clear()
+        self._not_before = time.monotonic()
 
-    def verdict(self, ledger: Ledger, waited: float, limit: float, silent_after: float, patient: bool) -> str | None:
+    def verdict(
+        self, ledger: Ledger, waited: float, limit: float, silent_after: float, patient: bool,
+        on_device: NotedCall | None = None,
+    ) -> str | None:  # fmt: skip
         """Why this rank should wait no longer, and where everybody is; None while it should."""
-        ranks = self.look(ledger)
-        reason = reason_to_give_up(self.rank, ranks, waited, limit, silent_after, patient)
+        ranks = self.look(ledger, on_device)
+        reason = reason_to_give_up(self.rank, ranks, waited, limit, silent_after, patient, self._timeout)
         if reason is None or any(seen.position.gave_up == reason for seen in ranks.values()):
             return reason
         return f"{reason}: {described(self.rank, ranks, silent_after)}"
@@ -118,8 +162,28 @@ class Whereabouts:
         self.forget()
         silent_after = SILENT_BEATS * interval()
         for _ in range(SILENT_BEATS + 3):
-            told = self.verdict(ledger, float("inf"), float("inf"), silent_after, patient=True)
+            told = self.verdict(ledger, math.inf, math.inf, silent_after, patient=True)
             if told is not None:
                 return told
             time.sleep(interval())
         return f"an exchange with another rank has failed: {described(self.rank, self.look(ledger), silent_after)}"
+
+
+def _waiting_in(call: NotedCall, position: Position) -> Position:
+    """Where a rank stands whose device waits in a call that its process has long left."""
+    return replace(
+        position,
+        number=call.number,
+        name=call.name,
+        phase=call.phase,
+        description=call.description,
+        waits=True,
+        is_over=False,
+    )
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which the group's own waits end, NCCL's with their processes."""
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    found = [getattr(option, "_timeout", None) for option in options]
+    return min((timeout.total_seconds() for timeout in found if timeout is not None), default=math.inf)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longweave.comm.exchange import all_gather_v
+from longweave.comm.exchange import all_gather_v, received_on_host
 from longweave.comm.ledger import call_of
 from longweave.core import PackCore
 from longweave.errors import InputError, shown
@@ -170,7 +170,7 @@ class _Surroundings:
         comm = run.shards.comm
         if run.whole_param_grads and comm.size > 1:
             seed = torch.randint(1 << 62, (1, 1), device=comm.control_device)
-            self.seed = int(all_gather_v(seed, [1] * comm.size, comm).wait()[0])
+            self.seed = int(received_on_host(all_gather_v(seed, [1] * comm.size, comm).wait(), comm)[0])
         self.states = (
             [torch.get_rng_state()] if device.type == "cpu" else [torch.get_rng_state(), _device_state(device)]
         )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longweave.comm.agreement import Fact, compare
-from longweave.comm.exchange import Comm, Group, all_reduce_sum, is_sharded, ranks_of, resolve
+from longweave.comm.exchange import Comm, Group, all_reduce_sum, is_sharded, ranks_of, received_on_host, resolve
 from longweave.comm.ledger import RecordedCall
 from longweave.errors import InputError, shown
 from longweave.plan.ranges import as_list, check_number
@@ -157,7 +157,7 @@ def _reduce(parameters: Sequence[Tensor], comm: Comm) -> None:
     if comm.size == 1 or not parameters:
         return
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=comm.control_device)
-    present = next(all_reduce_sum([has], comm)).tolist()
+    present = received_on_host(next(all_reduce_sum([has], comm)), comm).tolist()
     grads = [_own_grad(p) for p, count in zip(parameters, present, strict=True) if count]
     for grad, total in zip(grads, all_reduce_sum(grads, comm), strict=True):
         grad.copy_(total)
@@ -217,4 +217,4 @@ def reduce_sum(value: float, group: Group = None) -> float:
     number = value if is_nan else check_number("value", value, "give a number")
     x = torch.tensor([number], dtype=torch.float64, device=comm.control_device)
     with RecordedCall(comm.ledger, "reduce_sum").forward():
-        return float(next(all_reduce_sum([x], comm)))
+        return float(received_on_host(next(all_reduce_sum([x], comm)), comm))

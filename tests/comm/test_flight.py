@@ -314,13 +314,23 @@ def test_ranks_that_raise_before_others_come_to_it_are_no_trouble(ranks: Ranks) 
 # -- a device waits, the process does not ----------------------------------------------------------------
 
 
-class NeverComplete:
-    """The work of an exchange on a device, as NCCL returns it."""
+class DeviceWaits:
+    """The work of an exchange on a device, as NCCL returns it: the process does not wait."""
 
     def wait(self) -> None:
         pass
 
-    def is_completed(self) -> bool:
+
+class NeverReached:
+    """An event that is recorded behind such an exchange."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
         return False
 
 
@@ -330,8 +340,10 @@ def device_waits() -> str:
         ledger = resolve(None).ledger
         lw.Pack(CU)
         if dist.get_rank() != ODD:
-            with RecordedCall(ledger, "attention of q").forward():
-                wait_for([NeverComplete()], ledger)  # type: ignore[list-item]
+            with RecordedCall(ledger, "attention of q").forward(), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch, "Event", NeverReached)
+                patch.setattr(torch.accelerator, "current_stream", lambda device: None)
+                wait_for([DeviceWaits()], ledger, torch.device("cuda"))  # type: ignore[list-item]
             assert ledger.waiting is None, "the process goes on"
         time.sleep(9)
         lw.Pack(CU)

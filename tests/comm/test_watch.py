@@ -1,0 +1,511 @@
+"""The watch over waits where a store is slow or ends, or a device waits; mostly without ranks, with a fake clock."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import longweave as lw
+from longweave.comm import agreement, device, exchange, watch, whereabouts
+from longweave.comm.exchange import Comm, on_host
+from longweave.comm.ledger import Ledger, RecordedCall
+from longweave.comm.life import LIFE, life_of
+from longweave.comm.positions import Position
+from longweave.comm.watch import Watcher, wait_for
+from longweave.comm.whereabouts import Whereabouts
+from longweave.launch import Ranks
+
+CU = [0, 7, 24]
+CUDA = torch.device("cuda")
+
+
+class Clock:
+    """In the place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Group:
+    """What a `Whereabouts` and a life need of a process group."""
+
+    _device_types = ()
+
+    def __init__(self, rank: int, store: Any) -> None:
+        self._rank, self._store = rank, store
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 2
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+
+class Watched:
+    """A ledger on rank 0 of two, the store, and what rank 1 publishes there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, packs: int = 2) -> None:
+        self.store = dist.HashStore()
+        self.group = Group(0, self.store)
+        self.ledger = Ledger(self.group)  # type: ignore[arg-type]
+        self.ledger.packs, self.ledger.is_watched = packs, True
+        self.ledger.whereabouts = self.whereabouts = Whereabouts(self.ledger, self.group)  # type: ignore[arg-type]
+        self.watcher = Watcher()
+        self.beat = 0
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+        monkeypatch.setattr(watch, "_hang_up", lambda ledger: None)
+        self.watcher._ledgers = [weakref.ref(self.ledger)]
+
+    def call(self, times: int = 1) -> None:
+        for _ in range(times):
+            with RecordedCall(self.ledger, "attention of q").forward():
+                pass
+
+    def other(self, **changes: Any) -> None:
+        """Rank 1 publishes once more."""
+        self.beat += 1
+        here = {"number": 7, "name": "attention", "phase": "forward", "description": "attention of q", "is_over": True}
+        position = Position(**{"beat": self.beat, **here, "host": "b", "pid": 2, **changes})
+        self.store.set(self.whereabouts._keys[1], position.text())
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _no_limit_of_others() -> Iterator[None]:
+    yield
+    lw.set_wait(None)
+
+
+def run(loop: Callable[[], None], watched: Watched, seconds: float, *, publish: bool = True) -> float:
+    """A thread's loop, until the group was given up, or for so long. Returns how long it took."""
+    thread = threading.Thread(target=loop, daemon=True)
+    begin = time.monotonic()
+    watched.ledger.waiting = begin
+    thread.start()
+    while watched.ledger.broken is None and time.monotonic() < begin + seconds:
+        if publish:
+            watched.other()
+        time.sleep(0.05)
+    took = time.monotonic() - begin
+    watched.watcher._stop.set()
+    thread.join(5)
+    return took
+
+
+# -- a slow store ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "BEAT", 0.1)
+    monkeypatch.setattr(whereabouts, "BEAT", 0.1)
+    monkeypatch.setattr(watch, "PAUSED", 0.3)
+    monkeypatch.setattr(watch, "STORE_ANSWERS", 0.6)
+    monkeypatch.setattr(whereabouts, "RETRY", 0.1)
+
+
+def slow(watched: Watched, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    texts = watched.whereabouts._texts
+
+    def after_a_while() -> dict[int, bytes]:
+        time.sleep(seconds)
+        return texts()
+
+    monkeypatch.setattr(watched.whereabouts, "_texts", after_a_while)
+
+
+@pytest.mark.usefixtures("_short_times")
+class TestStore:
+    def test_a_slow_one_does_not_switch_the_watch_off(self, watched: Watched, monkeypatch: Any) -> None:
+        lw.set_wait(0.8)
+        watched.call(8)
+        slow(watched, monkeypatch, 0.6)  # longer than PAUSED
+        run(watched.watcher._watch, watched, 15)
+        assert str(watched.ledger.broken).startswith("rank 1 did not come to attention, forward, call 8, within")
+
+    def test_a_slow_one_accuses_nobody_of_silence(self, watched: Watched, monkeypatch: Any) -> None:
+        """Rank 1 lives, makes call after call, and every answer takes almost as long as the limit."""
+        lw.set_wait(0.7)
+        watched.call(8)
+        slow(watched, monkeypatch, 0.65)
+        number = iter(range(100, 1000))
+        other = watched.other
+        monkeypatch.setattr(watched, "other", lambda: other(number=next(number)))
+        run(watched.watcher._watch, watched, 4)
+        assert watched.ledger.broken is None
+
+    def test_one_that_answers_is_not_said_to_be_gone(self, watched: Watched, monkeypatch: Any) -> None:
+        lw.set_wait(0.3)
+
+        def guard() -> None:
+            while not watched.watcher._stop.wait(0.5):  # nearly as long as STORE_ANSWERS
+                watched.whereabouts.look(watched.ledger)
+
+        threading.Thread(target=guard, daemon=True).start()
+        run(watched.watcher._guard, watched, 3)
+        assert watched.ledger.broken is None
+
+    def test_one_that_fails_once_is_asked_again(self, watched: Watched, monkeypatch: Any) -> None:
+        lw.set_wait(0.8)
+        watched.call(8)
+        publish, failures = watched.whereabouts.publish, []
+
+        def fails_first(ledger: Ledger) -> None:
+            if not failures:
+                failures.append(1)
+                raise RuntimeError("Broken pipe")
+            publish(ledger)
+
+        monkeypatch.setattr(watched.whereabouts, "publish", fails_first)
+        monkeypatch.setattr(watched.whereabouts, "_retry_in", 0.2)
+        run(watched.watcher._watch, watched, 15)
+        assert failures
+        assert "rank 1 did not come" in str(watched.ledger.broken)
+
+    def test_one_that_has_ended_is_said_to(self, watched: Watched, monkeypatch: Any) -> None:
+        lw.set_wait(0.3)
+        monkeypatch.setattr(watched.whereabouts, "publish", lambda ledger: 1 / 0)
+        took = run(watched.watcher._guard, watched, 15)
+        assert took > 0.7
+        assert "the store of the process group does not answer for" in str(watched.ledger.broken)
+        assert watched.ledger.whereabouts is not None
+
+    def test_a_pause_of_this_process_accuses_nobody(self, watched: Watched, monkeypatch: Any) -> None:
+        """Both ranks were stopped, here in the middle of a request."""
+        lw.set_wait(0.5)
+        watched.call(8)
+        watched.other()
+        watched.whereabouts.look(watched.ledger)
+        time.sleep(0.7)
+        watched.whereabouts.forget()  # as the other thread does
+        seen = watched.whereabouts.look(watched.ledger)[1]
+        assert seen.silent < 0.3
+        assert seen.unchanged < 0.3
+
+
+STORE = """
+import sys, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(120)
+"""
+
+
+def loses_its_store(port: int, pid: int) -> tuple[str, float]:
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    lw.set_wait(2)
+    try:
+        for _ in range(2):
+            pack = lw.Pack(CU, layout="zigzag")
+            x = torch.randn(pack.tokens, 2, 8)
+            lw.attention(x, x, x, pack, strategy="ring")
+        if rank == 0:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(2)
+        begin = time.monotonic()
+        if rank == 1:
+            time.sleep(10)
+            return "", 0.0
+        try:
+            lw.attention(x, x, x, pack, strategy="ring")
+        except lw.GroupError as error:
+            return str(error), time.monotonic() - begin
+        return "nothing raised", time.monotonic() - begin
+    finally:
+        lw.set_wait(None)
+
+
+def test_a_store_that_ends_ends_waits(ranks: Ranks) -> None:
+    keeper = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert keeper.stdout is not None
+        port = int(keeper.stdout.readline())
+        said, seconds = ranks.run(loses_its_store, port, keeper.pid, size=2, timeout=90)[0]
+    finally:
+        keeper.kill()
+        keeper.wait()
+    assert "the store of the process group does not answer" in said
+    assert seconds < 9.5
+
+
+# -- a device waits --------------------------------------------------------------------------------------
+
+
+class Event:
+    """That a test decides about."""
+
+    reached = False
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == CUDA
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.reached
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """For a device without any: events and time are the test's."""
+    found = Clock()
+    for module in (watch, whereabouts, device):
+        monkeypatch.setattr(module, "time", found)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "earliest", "latest"),
+    [
+        ({"departures": 1, "left": 8, "departure": "attention, call 8 with MemoryError: no"}, "rank 1 left", 0, 2),
+        ({"history": [(8, "shift, forward", 1)]}, "call 8 of rank 1 was shift", 0, 2),
+        ({}, "rank 1 did not come to attention, forward, call 8", 500, 600),
+        (
+            {"departures": 1, "left": 9, "departure": "attention, call 9 with MemoryError: no"},
+            "rank 1 did not",
+            500,
+            600,
+        ),
+    ],
+)
+def test_a_device_that_waits(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, changes: dict[str, Any], text: str, earliest: float, latest: float
+) -> None:
+    """With the default limit, and NCCL's own timeout of 600 seconds. The process has run ahead to call 20."""
+    watched = Watched(monkeypatch, packs=5)
+    watched.whereabouts._timeout = 600.0
+    watched.call(8)
+    wait_for([SimpleNamespace(wait=lambda: None)], watched.ledger, CUDA)  # type: ignore[list-item]
+    watched.call(12)
+    begin = clock.now
+    while watched.ledger.broken is None and clock.now < begin + 2000:
+        watched.other(**changes)
+        watched.watcher._attend(watched.ledger, watched.whereabouts)
+        clock.now += 0.5
+    assert text in str(watched.ledger.broken)
+    assert earliest <= clock.now - begin <= latest
+
+
+def test_a_device_that_gets_on_waits_for_nobody(watched: Watched, clock: Clock) -> None:
+    marks = watched.whereabouts.device
+    for _ in range(3 * device.MARKS):  # the process runs far ahead
+        watched.call()
+        clock.now += 0.01
+        marks.set(CUDA, watched.ledger.at)
+    assert len(marks._marks) == device.MARKS
+    since, at = marks.waits() or (0.0, None)
+    assert at is not None
+    assert at.number == 2 * device.MARKS + 1
+    clock.now += 5
+    assert marks.waits() == (since, at), "it has not got on"
+    marks._marks[0].event.reached = True  # type: ignore[misc]
+    since, at = marks.waits() or (0.0, None)
+    assert at is not None
+    assert (since, at.number) == (clock.now, 2 * device.MARKS + 2)
+    for mark in marks._marks:
+        mark.event.reached = True  # type: ignore[misc]
+    assert marks.waits() is None
+
+
+def test_what_is_remembered_keeps_no_buffer(watched: Watched, clock: Clock) -> None:
+    buffer = torch.empty(8)
+    work = SimpleNamespace(wait=lambda: None, buffer=buffer)
+    gone = weakref.ref(buffer)
+    wait_for([work], watched.ledger, CUDA)  # type: ignore[list-item]
+    del work, buffer
+    gc.collect()
+    assert gone() is None
+    unwatched = Ledger(None)
+    unwatched.is_watched = True
+    wait_for([SimpleNamespace(wait=lambda: None)], unwatched, CUDA)  # type: ignore[list-item]
+    assert unwatched.whereabouts is None
+
+
+# -- what a device brings after its exchange was ended ---------------------------------------------------
+
+
+class Arrives:
+    """An exchange that is ended while a device waits for it: nothing arrived in this memory."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def wait(self) -> torch.Tensor:
+        self.ledger.broken = "rank 1 gave no sign of life for 600 s"
+        return torch.full((2, 5), 123456789)
+
+
+def test_garbage_is_not_taken_for_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(None)
+    comm = Comm("x", 0, 2, ledger)
+    comm.__dict__["device_types"] = {"cpu"}
+    monkeypatch.setattr(agreement, "all_gather_v", lambda *args: Arrives(ledger))
+    with pytest.raises(lw.GroupError, match="no sign of life for 600 s"):
+        agreement.compare(comm, [agreement.same_calls("attention of q")])
+
+
+def test_nothing_is_read_from_a_group_that_was_given_up() -> None:
+    comm = Comm("x", 0, 2, Ledger(None))
+    assert on_host(torch.ones(2), comm).tolist() == [1.0, 1.0]
+    comm.ledger.broken = "rank 1 ended"
+    with pytest.raises(lw.GroupError, match="rank 1 ended"):
+        on_host(torch.ones(2), comm)
+
+
+def test_an_exchange_of_a_group_that_was_given_up_meanwhile_raises() -> None:
+    """So `lw.reduce_gradients` does, if it is known by then."""
+    ledger = Ledger(None)
+    ledger.is_watched = True
+    with pytest.raises(lw.GroupError, match="rank 1 ended"):
+        wait_for([SimpleNamespace(wait=lambda: setattr(ledger, "broken", "rank 1 ended"))], ledger, CUDA)  # type: ignore[list-item]
+
+
+# -- errors of our own -----------------------------------------------------------------------------------
+
+
+def after_destroy(by_messages: bool) -> tuple[list[str], float]:
+    """As a device exchanges, forced on gloo where `by_messages` is False: every collective on a group that is gone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_messages:
+            patch.setattr(exchange, "_by_messages", lambda x: False)
+        group = dist.new_group()
+        comm = exchange.resolve(group)
+        x = torch.ones(4, 3)
+        calls: list[Callable[[], object]] = [
+            lambda: exchange.all_to_all_v(x, [2, 2], [2, 2], comm).wait(),
+            lambda: exchange.all_gather_v(x, [4, 4], comm).wait(),
+            lambda: exchange.reduce_scatter_v(x, [2, 2], comm).wait(),
+            lambda: list(exchange.all_reduce_sum([x], comm)),
+            lambda: exchange.send_next(x, torch.empty_like(x), 1 - comm.rank, 1 - comm.rank, comm).wait(),
+        ]
+        for call in calls:
+            call()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        del group
+        begin, said = time.monotonic(), []
+        for call in calls:
+            try:
+                call()
+                said.append("nothing raised")
+            except lw.GroupError as error:
+                said.append(str(error))
+        return said, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("by_messages", [True, False])
+def test_a_group_that_was_destroyed_is_nobodys_fault(ranks: Ranks, by_messages: bool) -> None:
+    for said, seconds in ranks.run(after_destroy, by_messages, size=2, timeout=60):
+        assert all(text.startswith("the process group of this pack was destroyed") for text in said), said
+        assert seconds < 3, "without a roll call"
+
+
+# -- lives -----------------------------------------------------------------------------------------------
+
+
+class Life:
+    """The groups that two ranks make one after another on one store, by one name."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.groups: list[Group] = []
+
+    def begin(self) -> None:
+        """Whatever held the groups before, they have been destroyed."""
+        self.groups = [Group(rank, self.store) for rank in range(2)]
+        self.ledgers = [Ledger(group) for group in self.groups]  # type: ignore[arg-type]
+
+    def of(self, rank: int) -> str:
+        return life_of(self.ledgers[rank])
+
+
+@pytest.mark.parametrize("asked_before", [[0], [1], [0, 1], [1, 0], []])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_ranks_meet_whoever_asked_in_the_group_before(asked_before: list[int], order: list[int]) -> None:
+    life = Life(dist.HashStore())
+    before = set()
+    for _ in range(3):
+        life.begin()
+        before |= {life.of(rank) for rank in asked_before}
+    life.begin()
+    lives = {life.of(rank) for rank in order}
+    assert len(lives) == 1
+    assert not lives & before
+    assert {life.of(rank) for rank in order} == lives, "asked once"
+
+
+def test_ranks_that_all_asked_meet_even_if_somebody_holds_the_groups_before() -> None:
+    life, held, seen = Life(dist.HashStore()), [], set()
+    for count in range(1, 4):
+        life.begin()
+        held.append(life.groups)
+        found = {life.of(rank) for rank in (0, 1)}
+        assert len(found) == 1
+        seen |= found
+        assert len(seen) == count
+    del held
+    gc.collect()
+    assert life.store.get(LIFE).decode() in found, "the end of a group before takes nothing from the one that lives"
+
+
+def test_a_store_that_is_gone_does_not_keep_the_end_of_a_group() -> None:
+    class Gone:
+        def compare_set(self, *args: str) -> bytes:
+            if args[2]:
+                return args[2].encode()
+            time.sleep(5)
+            raise RuntimeError("Broken pipe")
+
+        def add(self, *args: object) -> int:
+            return 1
+
+    life = Life(Gone())
+    life.begin()
+    life.of(0)
+    begin = time.monotonic()
+    life.groups.clear()
+    assert time.monotonic() - begin < 3
+
+
+def test_the_timeout_of_a_group_is_known(ranks: Ranks) -> None:
+    assert ranks.run(timeout_of_this, size=2, timeout=60, wait=47.0) == [47.0, 47.0]
+    assert whereabouts._timeout_of(Group(0, None)) == math.inf  # type: ignore[arg-type]
+
+
+def timeout_of_this() -> float:
+    assert dist.group.WORLD is not None
+    return whereabouts._timeout_of(dist.group.WORLD)
