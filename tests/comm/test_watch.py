@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import longweave as lw
 from longweave.comm import agreement, device, exchange, watch, whereabouts
-from longweave.comm.exchange import Comm, on_host
+from longweave.comm.exchange import Comm, received_on_host
 from longweave.comm.ledger import Ledger, RecordedCall
 from longweave.comm.life import LIFE, life_of
 from longweave.comm.positions import Position
@@ -380,10 +380,10 @@ def test_garbage_is_not_taken_for_digests(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_is_read_from_a_group_that_was_given_up() -> None:
     comm = Comm("x", 0, 2, Ledger(None))
-    assert on_host(torch.ones(2), comm).tolist() == [1.0, 1.0]
+    assert received_on_host(torch.ones(2), comm).tolist() == [1.0, 1.0]
     comm.ledger.broken = "rank 1 ended"
     with pytest.raises(lw.GroupError, match="rank 1 ended"):
-        on_host(torch.ones(2), comm)
+        received_on_host(torch.ones(2), comm)
 
 
 def test_an_exchange_of_a_group_that_was_given_up_meanwhile_raises() -> None:
