@@ -1,9 +1,9 @@
 """`lw.pool`: data parallelism whose ranks share their documents. To a trainer it is data parallelism as ever.
 
-    rows of rank 0 ─┐                                              ┌─▶ hidden states of its rows ─▶ its head, loss
-    rows of rank 1 ─┼─ lengths, ids ─▶ one pack ─▶ layers, balanced ┼─▶ hidden states of its rows ─▶ its head, loss
-    rows of rank 2 ─┘                                              └─▶ hidden states of its rows ─▶ its head, loss
-                    └────────── inside the decoder's forward ──────────┘
+    rows of rank 0 ─┐                                                ┌─▶ hidden states of its rows ─▶ its head, loss
+    rows of rank 1 ─┼─ lengths, ids ─▶ one pack ─▶ layers, balanced ─┼─▶ hidden states of its rows ─▶ its head, loss
+    rows of rank 2 ─┘                                                └─▶ hidden states of its rows ─▶ its head, loss
+                    └───────── inside the decoder's forward ─────────┘
 
 What changes in the model, and nothing else:
 
