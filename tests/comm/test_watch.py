@@ -280,6 +280,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
+def test_silence_is_what_is_sure_of_it(watched: Watched, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer takes three seconds, and nobody knows when in between the store has looked."""
+    texts = watched.whereabouts._texts
+    monkeypatch.setattr(watched.whereabouts, "_texts", lambda: (clock.sleep(3), texts())[1])
+    watched.other()
+    watched.whereabouts.look(watched.ledger)
+    clock.now += 1
+    seen = watched.whereabouts.look(watched.ledger)[1]
+    assert (seen.silent, seen.unchanged) == (1.0, 1.0)
+    watched.other()
+    seen = watched.whereabouts.look(watched.ledger)[1]
+    assert (seen.silent, seen.unchanged) == (0.0, 4.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "text", "earliest", "latest"),
     [
