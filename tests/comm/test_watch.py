@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -210,15 +206,7 @@ class TestStore:
         assert seen.unchanged < 0.3
 
 
-STORE = """
-import sys, time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(120)
-"""
-
-
-def loses_its_store(port: int, pid: int) -> tuple[str, float]:
+def loses_its_store(port: int) -> tuple[str, float]:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
@@ -231,7 +219,7 @@ def loses_its_store(port: int, pid: int) -> tuple[str, float]:
             x = torch.randn(pack.tokens, 2, 8)
             lw.attention(x, x, x, pack, strategy="ring")
         if rank == 0:
-            os.kill(pid, signal.SIGKILL)
+            store.set("end", "now")
         time.sleep(2)
         begin = time.monotonic()
         if rank == 1:
@@ -247,14 +235,18 @@ def loses_its_store(port: int, pid: int) -> tuple[str, float]:
 
 
 def test_a_store_that_ends_ends_waits(ranks: Ranks) -> None:
-    keeper = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)
-    try:
-        assert keeper.stdout is not None
-        port = int(keeper.stdout.readline())
-        said, seconds = ranks.run(loses_its_store, port, keeper.pid, size=2, timeout=90)[0]
-    finally:
-        keeper.kill()
-        keeper.wait()
+    """It is kept by a third process, this one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+
+    def keep(store: dist.TCPStore) -> None:
+        while not store.check(["end"]):
+            time.sleep(0.2)
+
+    keeper = threading.Thread(target=keep, args=(store,), daemon=True)
+    keeper.start()
+    del store  # it ends with its keeper
+    said, seconds = ranks.run(loses_its_store, port, size=2, timeout=90)[0]
     assert "the store of the process group does not answer" in said
     assert seconds < 9.5
 
@@ -286,6 +278,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     return found
+
+
+def test_silence_is_what_is_sure_of_it(watched: Watched, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer takes three seconds, and nobody knows when in between the store has looked."""
+    texts = watched.whereabouts._texts
+    monkeypatch.setattr(watched.whereabouts, "_texts", lambda: (clock.sleep(3), texts())[1])
+    watched.other()
+    watched.whereabouts.look(watched.ledger)
+    clock.now += 1
+    seen = watched.whereabouts.look(watched.ledger)[1]
+    assert (seen.silent, seen.unchanged) == (1.0, 1.0)
+    watched.other()
+    seen = watched.whereabouts.look(watched.ledger)[1]
+    assert (seen.silent, seen.unchanged) == (0.0, 4.0)
 
 
 @pytest.mark.parametrize(
