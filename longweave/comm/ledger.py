@@ -165,7 +165,7 @@ class Ledger:
         self.asked = 0  # calls that were compared before they were made
         self.weights: Any = None  # checksum of a model's weights, a tensor, to be compared with the next pack
         self.gathers = 0
-        self.life: str | None = None  # this group's name in its store, once somebody asked (`life.py`)
+        self.life: str | None = None  # this group's name in its store, once somebody asked (`whereabouts.py`)
         # What went wrong
         self.departures = 0  # calls that an error has left
         self.left, self.departure = 0, ""  # number of the last of them, and what happened there

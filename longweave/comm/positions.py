@@ -85,8 +85,12 @@ def reason_to_give_up(
     silent_after: float,
     patient: bool,
     timeout: float = math.inf,
+    on_device: bool = False,
 ) -> str | None:
-    """Why rank `rank`, which waits, should wait no longer; None while it should. All times are seconds."""
+    """Why rank `rank`, which waits, should wait no longer; None while it should. All times are seconds.
+
+    on_device: it is a device of this rank that has not got on, because it waits or because it computes.
+    """
     much_later = max(limit, min(PATIENCE * limit, BEFORE_TIMEOUT * timeout))
     mine = ranks[rank].position
     others = {other: seen for other, seen in ranks.items() if other != rank}
@@ -111,7 +115,7 @@ def reason_to_give_up(
                 return f"rank {other} is in {mine.call}, for {seconds:.0f} s"
             return f"rank {other} did not come to {mine.call}, within {seconds:.0f} s"
     seconds = min([waited, *(seen.unchanged for seen in others.values())])
-    if not at_work and seconds >= limit:
+    if not at_work and seconds >= (much_later if on_device else limit):
         if not all(seen.position.is_in_call_of(mine) for seen in others.values()):
             return f"the ranks wait in different calls, for {seconds:.0f} s"
         if seconds >= much_later:

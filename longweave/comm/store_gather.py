@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import Store
 
 from longweave.comm.exchange import Comm
 from longweave.comm.ledger import Ledger, RecordedCall
-from longweave.comm.life import life_of
 from longweave.comm.watch import trouble
+from longweave.comm.whereabouts import life_of
 from longweave.errors import GroupError, named
 
 FIRST_WAIT = 5.0  # seconds in one request; afterwards the store is asked now and then, so that Ctrl-C is heard

@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 
 from longweave.comm.ledger import Ledger, NotedCall
-from longweave.comm.life import within
-from longweave.comm.whereabouts import BEAT, SILENT_BEATS, Whereabouts, interval
+from longweave.comm.whereabouts import BEAT, SILENT_BEATS, Whereabouts, interval, within
 from longweave.errors import GroupError, InputError, LongweaveError
 
 log = logging.getLogger("longweave.comm")
@@ -53,7 +52,7 @@ def set_wait(seconds: float | None) -> None:
     seconds: 30 by default, or the environment variable LONGWEAVE_WAIT; None goes back to that; `float("inf")` waits as
     long as the process group does. Ranks that get on are waited for, however slow they are; ranks that compute inside a
     call, or are at work between two packs or in the first step (they load data, save, evaluate, compile), 20 times as
-    long. Set it on all ranks.
+    long, but no longer than nine tenths of the group's own timeout. Set it on all ranks.
 
         lw.set_wait(120)
     """
@@ -164,7 +163,12 @@ def give_up(ledger: Ledger, reason: str) -> None:
 def trouble(ledger: Ledger) -> str | None:
     """Did another rank give up, or leave a call that this one did not leave?"""
     whereabouts: Whereabouts | None = ledger.whereabouts
-    return None if whereabouts is None else whereabouts.verdict(ledger, 0.0, math.inf, math.inf, patient=True)
+    if whereabouts is None or whereabouts.is_lost:
+        return None
+    try:
+        return whereabouts.verdict(ledger, 0.0, math.inf, math.inf, patient=True)
+    except RuntimeError:  # the connection of the watch is lost; whoever asks has one of its own
+        return None
 
 
 def _publish_soon(ledger: Ledger) -> None:

@@ -11,27 +11,34 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from longweave.comm.device import DeviceMarks
 from longweave.comm.ledger import Ledger, NotedCall
-from longweave.comm.life import life_of
 from longweave.comm.positions import Position, Seen, described, reason_to_give_up
+
+T = TypeVar("T")
 
 BEAT = 0.5  # seconds between two publications of a rank; more where there are many ranks, whom one store serves
 RANKS_PER_BEAT = 64
 SILENT_BEATS = 6  # without a sign of life, once a connection has failed
 HISTORY = 16  # calls that a rank tells the others
-RETRY, LONGEST_RETRY = 2.0, 60.0  # seconds until a connection that was lost is tried again: first, later
+RETRY, LONGEST_RETRY = 2.0, 8.0  # seconds until a connection that was lost is tried again: first, later
 CONNECT = timedelta(seconds=1)  # to try it
 REQUEST = timedelta(seconds=30)  # to answer a request
+LIFE = "longweave/life"
+FAREWELL = 1.0  # seconds that the end of a group waits for the store at most
 
 
 def interval() -> float:
@@ -84,7 +91,12 @@ class Whereabouts:
                 self._store = self._store.clone()  # type: ignore[attr-defined]
                 self._store.set_timeout(REQUEST)
             self._retry_at, self._retry_in = None, RETRY
-        return self._retry_at is None
+            self.forget()  # others were cut off, too, and may come back later
+        return not self.is_lost
+
+    @property
+    def is_lost(self) -> bool:
+        return self._retry_at is not None
 
     def publish(self, ledger: Ledger) -> None:
         self._beat += 1
@@ -152,7 +164,9 @@ class Whereabouts:
     ) -> str | None:  # fmt: skip
         """Why this rank should wait no longer, and where everybody is; None while it should."""
         ranks = self.look(ledger, on_device)
-        reason = reason_to_give_up(self.rank, ranks, waited, limit, silent_after, patient, self._timeout)
+        reason = reason_to_give_up(
+            self.rank, ranks, waited, limit, silent_after, patient, self._timeout, on_device is not None
+        )
         if reason is None or any(seen.position.gave_up == reason for seen in ranks.values()):
             return reason
         return f"{reason}: {described(self.rank, ranks, silent_after)}"
@@ -187,3 +201,54 @@ def _timeout_of(group: dist.ProcessGroup) -> float:
     options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     found = [getattr(option, "_timeout", None) for option in options]
     return min((timeout.total_seconds() for timeout in found if timeout is not None), default=math.inf)
+
+
+# -- lives -----------------------------------------------------------------------------------------------
+
+# Keys of its own for every group: groups that processes make one after another may have one store and one name.
+#
+#     longweave/life                   "5f0c…"    of the group that lives; drawn by the first rank that asks
+#     longweave/5f0c…/asked/{rank}     1          a second time: this rank is in a later group, and a new life is drawn
+#     longweave/5f0c…/…                           what this group has to say
+#
+# A rank that has asked empties the first key when its group ends, which is before it makes the next one. So a rank that
+# did not ask in the group before does not take that group's life for its own.
+
+
+def life_of(ledger: Ledger) -> str:
+    """The same on all ranks of a group, and another for every group. Ranks need not come together for it."""
+    if ledger.life is None:
+        group = ledger.group
+        assert group is not None
+        store, rank = group.get_group_store(), group.rank()
+        life = _life_after("", store)
+        while store.add(f"longweave/{life}/asked/{rank}", 1) > 1:
+            life = _life_after(life, store)
+        ledger.life = life
+        weakref.finalize(group, _end, life, store).atexit = False
+    return ledger.life
+
+
+def _life_after(before: str, store: Store) -> str:
+    """The life that is in the store, unless that is `before`: then a new one."""
+    found = store.compare_set(LIFE, before, uuid4().hex).decode()
+    return found or _life_after("", store)  # emptied just now, by the end of the group before
+
+
+def _end(life: str, store: Store) -> None:
+    with suppress(RuntimeError):  # of a process that ends
+        within(FAREWELL, lambda: store.compare_set(LIFE, life, ""))
+
+
+def within(seconds: float, fn: Callable[[], T]) -> T | None:
+    """What `fn` returns, or None if it raises or takes longer: what talks to a store may wait for a dead process."""
+    found: list[T] = []
+
+    def call() -> None:
+        with suppress(Exception):
+            found.append(fn())
+
+    thread = threading.Thread(target=call, name="longweave-ask", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None

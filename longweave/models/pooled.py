@@ -101,16 +101,16 @@ class Pooled:
 def gather_rows(
     pooling: Pooling,
     asked: Mapping[str, Any],
-    host: Mapping[str, Any],
+    read: Callable[[], Mapping[str, Any]],
     kind: str,
-    weights: str,
-    targets_of: Callable[[HomeRows], Tensor | None],
+    weights_of: Callable[[Mapping[str, Any]], str],
+    targets_of: Callable[[HomeRows, Mapping[str, Any]], Tensor | None],
 ) -> Pooled:
     """One pack of the documents of all ranks.
 
-    asked: the arguments of the decoder; host: those that rows are read from, in the host's memory. kind, weights: what
-    must be the same on every rank. targets_of: gives (batch, seq), what each token predicts, where that travels along;
-    raises where this rank's call is wrong. Then all ranks raise.
+    asked: the arguments of the decoder; read: gives those that rows are read from, in the host's memory. kind, and what
+    weights_of gives: what must be the same on every rank. targets_of: gives (batch, seq), what each token predicts,
+    where that travels along. Whatever these raise on one rank, all ranks raise.
     """
     comm = resolve(group_named(pooling.group))
     _warn_if_forgotten(comm)
@@ -118,9 +118,12 @@ def gather_rows(
     targets: Tensor | None = None
     problem: Exception | None = None
     ids, embeds = asked.get("input_ids"), asked.get("inputs_embeds")
+    weights = ""
     try:
+        host = read()
+        weights = weights_of(host)
         rows = _read(asked, host)
-        targets = targets_of(rows)
+        targets = targets_of(rows, host)
     except Exception as error:
         problem = error
     try:

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from inspect import Parameter, signature
 from typing import Any
 
@@ -106,13 +106,15 @@ def gather(
 
     pooling: Pooling = vars(decoder)[POOLING]
     pooling = replace(pooling, work=work_of_call(decoder, pooling.work, with_head=head == "pooled"))
-    host = on_host(_to_read(decoder, asked))
 
-    def targets(rows: HomeRows) -> Tensor | None:
+    def read() -> dict[str, Any]:
+        return on_host(_to_read(decoder, asked))
+
+    def targets(rows: HomeRows, host: Mapping[str, Any]) -> Tensor | None:
         _check_call(decoder, asked, rows, host)
         return None if targets_of is None else targets_of(rows, host)
 
-    return gather_rows(pooling, asked, host, _kind(decoder, asked, head), _weights(decoder, host), targets)
+    return gather_rows(pooling, asked, read, _kind(decoder, asked, head), partial(_weights, decoder), targets)
 
 
 def _to_read(decoder: nn.Module, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ over as few ranks as have room for it, its home rank first. But for rounding, no
 `SLACK` of it.
 
 In models with linear layers a part can run only when the parts before it have been summed up: there the order of the
-parts is the one that waits least (`_in_chain`). Summing up is work, too, and how much is known only when documents are
-divided. So a search begins with the mean that includes what the search before it came to, and of `SEARCHES` the one is
-taken whose slowest rank has least to do; a rank may then have a few percent more than the mean.
+parts is the one that waits least (`_in_turn`, `_around`). Summing up is work, too, and how much is known only when
+documents are divided. So a search begins with the mean that includes what the search before it came to, and of
+`SEARCHES` the one is taken whose slowest rank has least to do; a rank may then have a few percent more than the mean.
 
 A balanced layout is taken where the slowest rank saves more than moving tokens and K/V costs.
 """

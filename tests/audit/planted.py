@@ -434,6 +434,15 @@ def mean_of_no_labels() -> AuditReport:
     return own_loop(loss_of=loss_of)
 
 
+def nan_in_gradients() -> AuditReport:
+    """What comes out is finite; the derivative of a root at 0 is not."""
+
+    def step_of(model: Packed) -> OneProcess:
+        return OneProcess(model, lambda m, ids, at: m(ids, at) + (0 * m.tokens.weight.sum()).sqrt())
+
+    return lw.audit(step_of(Packed()), batch_of(), reference=step_of(Packed()))
+
+
 def masked_logits() -> AuditReport:
     """Right: what the vocabulary does not have is −inf."""
 

@@ -54,6 +54,7 @@ FAULTS = {
 # In steps that use nothing of longweave.
 NOT_OURS = {
     planted.nan_in_a_weight: (["not finite"], "weights tokens.weight; the first module is tokens; outputs of tokens"),
+    planted.nan_in_gradients: (["not finite"], "gradients of tokens.weight"),
     planted.ddp_wrong_scale: (["gradient scale"], "every parameter"),
     planted.ddp_wrong_scale_by_loss_alone: (["gradient scale"], "every parameter"),
     planted.sdpa_without_documents: (["documents"], "token"),

@@ -19,10 +19,9 @@ import longweave as lw
 from longweave.comm import agreement, device, exchange, watch, whereabouts
 from longweave.comm.exchange import Comm, received_on_host
 from longweave.comm.ledger import Ledger, RecordedCall
-from longweave.comm.life import LIFE, life_of
 from longweave.comm.positions import Position
 from longweave.comm.watch import Watcher, wait_for
-from longweave.comm.whereabouts import Whereabouts
+from longweave.comm.whereabouts import LIFE, Whereabouts, life_of
 from longweave.launch import Ranks
 
 CU = [0, 7, 24]
@@ -188,22 +187,53 @@ class TestStore:
     def test_one_that_has_ended_is_said_to(self, watched: Watched, monkeypatch: Any) -> None:
         lw.set_wait(0.3)
         monkeypatch.setattr(watched.whereabouts, "publish", lambda ledger: 1 / 0)
+        threading.Thread(target=watched.watcher._watch, daemon=True).start()
         took = run(watched.watcher._guard, watched, 15)
         assert took > 0.7
+        assert watched.whereabouts.is_lost
         assert "the store of the process group does not answer for" in str(watched.ledger.broken)
         assert watched.ledger.whereabouts is not None
 
     def test_a_pause_of_this_process_accuses_nobody(self, watched: Watched, monkeypatch: Any) -> None:
-        """Both ranks were stopped, here in the middle of a request."""
-        lw.set_wait(0.5)
+        """Both ranks were stopped, this one while its thread slept."""
         watched.call(8)
         watched.other()
         watched.whereabouts.look(watched.ledger)
-        time.sleep(0.7)
-        watched.whereabouts.forget()  # as the other thread does
+        begin = time.monotonic()
+        monkeypatch.setattr(watched.watcher._stop, "wait", lambda seconds: time.sleep(seconds + 0.7))
+        assert watched.watcher._sleep(0.1)
+        assert watched.watcher._resumed > begin + 0.7
         seen = watched.whereabouts.look(watched.ledger)[1]
         assert seen.silent < 0.3
         assert seen.unchanged < 0.3
+
+    def test_after_a_cut_that_heals_nobody_was_silent(self, watched: Watched) -> None:
+        watched.other()
+        watched.whereabouts.look(watched.ledger)
+        watched.whereabouts.lost()
+        assert not watched.whereabouts.is_connected()
+        time.sleep(0.7)
+        assert watched.whereabouts.is_connected()
+        assert watched.whereabouts.look(watched.ledger)[1].silent < 0.3
+
+    def test_who_gathers_through_the_store_needs_no_connection_of_the_watch(
+        self, watched: Watched, monkeypatch: Any
+    ) -> None:
+        watched.call()
+        watched.other(gave_up="rank 1 had enough")
+        assert watch.trouble(watched.ledger) == "rank 1 had enough"
+        monkeypatch.setattr(watched.whereabouts, "_texts", raises(RuntimeError("Broken pipe")))
+        assert watch.trouble(watched.ledger) is None
+        watched.whereabouts.lost()
+        monkeypatch.setattr(watched.whereabouts, "_texts", raises(AssertionError("asked on a lost connection")))
+        assert watch.trouble(watched.ledger) is None
+
+
+def raises(error: Exception) -> Callable[[], Any]:
+    def call() -> Any:
+        raise error
+
+    return call
 
 
 def loses_its_store(port: int) -> tuple[str, float]:
@@ -300,6 +330,7 @@ def test_silence_is_what_is_sure_of_it(watched: Watched, clock: Clock, monkeypat
         ({"departures": 1, "left": 8, "departure": "attention, call 8 with MemoryError: no"}, "rank 1 left", 0, 2),
         ({"history": [(8, "shift, forward", 1)]}, "call 8 of rank 1 was shift", 0, 2),
         ({}, "rank 1 did not come to attention, forward, call 8", 500, 600),
+        ({"number": 21, "waits": True, "is_over": False}, "the ranks wait in different calls", 500, 600),
         (
             {"departures": 1, "left": 9, "departure": "attention, call 9 with MemoryError: no"},
             "rank 1 did not",

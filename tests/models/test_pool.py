@@ -5,6 +5,7 @@ import re
 import time
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import longweave as lw
 from longweave.launch import Ranks
+from longweave.models import pooled_decoder
 from longweave.models.pooled_decoder import POOLING
 from longweave.plan.cost import Machine, areas
 from longweave.plan.document_work import DecoderWork
@@ -369,6 +371,24 @@ def test_ranks_that_differ_are_named_on_every_rank(ranks: Ranks) -> None:
             why = BAD_ROWS[name.partition(", ")[2]][1]
             told = f"GroupError: rank 1 of the group refused this call: {why}"
             assert said.startswith(f"InputError: {why}" if rank == ODD else told), (name, said)
+
+
+def cannot_be_read() -> str:
+    """On one rank something is wrong before the ranks meet."""
+    model = lw.pool(build("llama", torch.float32), wait=20)
+    given = {"input_ids": torch.tensor([[1, 2, 3]])}
+
+    def no_room(*_: object) -> None:
+        raise lw.InputError("no room")
+
+    with patch.object(pooled_decoder, "_to_read", no_room) if dist.get_rank() == 1 else nullcontext():
+        return catch(lambda: model(**given))
+
+
+def test_what_one_rank_cannot_read_all_refuse(ranks: Ranks) -> None:
+    mine, odd = ranks.run(cannot_be_read, size=2)
+    assert odd == "InputError: no room"
+    assert mine.startswith("GroupError: rank 1 of the group refused this call: no room")
 
 
 # -- refusals at the door ----------------------------------------------------------------------------

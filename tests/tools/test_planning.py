@@ -316,6 +316,15 @@ def test_nodes_that_ranks_do_not_fill_are_named() -> None:
     assert "between nodes of 3 ranks (the last has 1)" in PlanRequest(LENGTHS, 4, node_size=3).across_nodes()
 
 
+@pytest.mark.parametrize(("option", "name"), [("--html", "p.html"), ("--picture", "p.png")])
+def test_a_file_on_a_full_disk_is_named(tmp_path: Path, option: str, name: str) -> None:
+    path = tmp_path / name
+    path.symlink_to("/dev/full")
+    ended = CliRunner().invoke(app, ["plan", "41", "137", option, str(path)])
+    assert ended.exit_code == 2
+    assert f"{option} {path} cannot be written: No space left on device" in ended.stderr.replace("\n", "")
+
+
 def test_a_full_disk_is_said_in_one_line() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "longweave", "plan", "41", "137"]

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -257,6 +258,14 @@ def test_another_run_is_refused_on_all_ranks(ranks: Ranks, saved: Path, change: 
 def with_another_library(config: TrainConfig, on_ranks: tuple[int, ...]) -> str:
     with patch.object(loop, "documents_digest", lambda: "another" if dist.get_rank() in on_ranks else "this"):
         return refusal(config, None)
+
+
+def test_a_checkpoint_that_does_not_tell_its_documents_is_taken(saved: Path, tmp_path: Path) -> None:
+    """Of an earlier version."""
+    copy = tmp_path / "copy"
+    shutil.copytree(saved / "step-2", copy)
+    edit(copy / TABLE, lambda body: body["facts"].pop("documents of Python's standard library"), True)
+    assert checkpoints.check_facts(copy, TINY.facts).step == 2
 
 
 def test_documents_of_another_python_are_refused(ranks: Ranks, saved: Path) -> None:

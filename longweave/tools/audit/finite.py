@@ -111,7 +111,9 @@ def _in_one_process(trial: Trial) -> tuple[str, bool | None]:
     except StepFailedError:
         return "", None
     module = _first_module(found.modules)
+    gradients = [grad for grad in (found.gradients or {}).values() if grad is not None]
     bad = not isfinite(float(found.loss)) or bool(module) or bool(_tokens(found.outputs, found.tokens))
+    bad = bad or not all(map(_is_finite, gradients))
     return trial.everyone((module[1] if module else "", bad))[0]
 
 

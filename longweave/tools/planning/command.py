@@ -43,11 +43,19 @@ def outputs(
     if picture is not None:
         from longweave.tools.planning.picture import draw_plan
 
-        draw_plan(plan, picture, request.node_size)
-        yield f"wrote {picture}"
+        yield _written("--picture", picture, lambda: draw_plan(plan, picture, request.node_size))
     if html is not None:
-        html.write_text(make_page(request, tell), encoding="utf-8")
-        yield f"wrote {html}"
+        page = make_page(request, tell)
+        yield _written("--html", html, lambda: html.write_text(page, encoding="utf-8"))
+
+
+def _written(option: str, path: Path, write: Callable[[], object]) -> str:
+    """Says what was written. A disk may be full, though the file could be made."""
+    try:
+        write()
+    except OSError as error:
+        raise InputError(f"{option} {path} cannot be written: {error.strerror}; give another file") from error
+    return f"wrote {path}"
 
 
 def _check_files(request: PlanRequest, picture: Path | None, html: Path | None) -> None:

@@ -110,10 +110,13 @@ def read_contents(folder: Path) -> Contents:
 
 
 def check_facts(folder: Path, facts: Facts) -> Contents:
-    """The contents of a checkpoint that this run can go on from: same model, same data order."""
+    """The contents of a checkpoint that this run can go on from: same model, same data order.
+
+    A fact that earlier versions did not write down is not compared.
+    """
     contents = read_contents(folder)
-    other = [f"{name} is {contents.facts.get(name)} there and {mine} here" for name, mine in facts.items()
-             if contents.facts.get(name) != mine]  # fmt: skip
+    other = [f"{name} is {contents.facts[name]} there and {mine} here" for name, mine in facts.items()
+             if contents.facts.get(name, mine) != mine]  # fmt: skip
     if other:
         raise InputError(
             f"{folder} is of another run: {'; '.join(other)}. Give the options that it was made with, "
