@@ -141,7 +141,10 @@ def group_named(name: str | None) -> Group:
 
     A model keeps the name of its group: one that kept the group itself would keep its threads alive to the end.
     """
-    return None if not name else _resolve_process_group(name)  # type: ignore[arg-type]
+    try:
+        return None if not name else _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise GroupError(f"the process group {name!r} was destroyed; lw.restore the model and pool it anew") from error
 
 
 # -- on tokens -----------------------------------------------------------------------------------------

@@ -14,15 +14,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from longweave.comm.exchange import Comm
 from longweave.comm.ledger import Ledger, RecordedCall
-from longweave.comm.watch import trouble
-from longweave.comm.whereabouts import life_of
+from longweave.comm.watch import NO_STORE, store_limit, trouble
+from longweave.comm.whereabouts import answer, life_of
 from longweave.errors import GroupError, named
+
+T = TypeVar("T")
 
 FIRST_WAIT = 5.0  # seconds in one request; afterwards the store is asked now and then, so that Ctrl-C is heard
 PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two questions: first, later
@@ -49,7 +52,7 @@ def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str, hi
     ledger.gathers += 1
     number = ledger.gathers
     try:
-        life_of(ledger)
+        _answered(lambda: life_of(ledger))
         keys = _keys(ledger, number, comm.size)
         # Either a rank puts its message in its place, or another one marks the place: whoever reads it later finds the
         # same, so all ranks go on or none.
@@ -71,7 +74,7 @@ def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str, hi
                 observer.wait_ends()
         for rank in missing:
             _put(store, keys[rank], _GAVE_UP + str(comm.rank).encode())
-        found = store.multi_get(keys)
+        found = _answered(lambda: store.multi_get(keys))
         absent = [rank for rank, text in enumerate(found) if text.startswith(_GAVE_UP)]
         if absent:
             raise GroupError(
@@ -81,18 +84,15 @@ def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str, hi
                 f"still be waiting in. {hint}If a rank really needs longer, raise wait="
             )
         if number > 1:  # all ranks have read the call before this one
-            store.delete_key(_keys(ledger, number - 1, comm.size)[comm.rank])
-    except dist.DistError as error:
-        raise GroupError(
-            f"the store of the process group does not answer ({error}); the process that keeps it, mostly rank 0, has "
-            "probably ended: see its output"
-        ) from error
+            _answered(lambda: store.delete_key(_keys(ledger, number - 1, comm.size)[comm.rank]))
+    except (dist.DistError, TimeoutError) as error:
+        raise GroupError(f"{NO_STORE} ({error}): see its output") from error
     return [text.removeprefix(_HERE) for text in found]
 
 
 def _put(store: Store, key: str, value: bytes) -> bytes:
     """What lies there then: the value, or what somebody was faster to put there."""
-    return store.compare_set(key, "", value)  # type: ignore[arg-type]
+    return _answered(lambda: store.compare_set(key, "", value))  # type: ignore[arg-type]
 
 
 def _missing(store: Store, keys: Sequence[str], wait: float, trouble_of_others: Callable[[], str | None]) -> list[int]:
@@ -104,15 +104,20 @@ def _missing(store: Store, keys: Sequence[str], wait: float, trouble_of_others: 
     except RuntimeError:  # that of a FileStore is no DistStoreError
         pass
     pause = PAUSE
-    while not store.check(list(keys)):
+    while not _answered(lambda: store.check(list(keys))):
         if time.monotonic() >= deadline:
-            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+            return _answered(lambda: [rank for rank, key in enumerate(keys) if not store.check([key])])
         reason = trouble_of_others()
         if reason is not None:
             raise GroupError(reason)
         time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
         pause = min(1.5 * pause, LONGEST_PAUSE)
     return []
+
+
+def _answered(request: Callable[[], T]) -> T:
+    """The store's answer; `TimeoutError` if none comes within the wait limit."""
+    return answer(store_limit(), request)
 
 
 def _keys(ledger: Ledger, number: int, size: int) -> list[str]:

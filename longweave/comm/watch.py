@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from longweave.comm.ledger import Ledger, NotedCall
-from longweave.comm.whereabouts import BEAT, SILENT_BEATS, Whereabouts, interval, within
+from longweave.comm.whereabouts import BEAT, SILENT_BEATS, Whereabouts, answer, interval, within
 from longweave.errors import GroupError, InputError, LongweaveError
 
 log = logging.getLogger("longweave.comm")
@@ -38,6 +38,10 @@ STORE_ANSWERS = 5.0  # seconds within which the store does, unless its process s
 PAUSED = 2.0  # seconds that a thread of this process may be late; more, and the process was stopped
 DRAIN = 10.0  # seconds for exchanges that were under way when an error came
 
+NO_STORE = (
+    "the store of the process group does not answer: the process that keeps it, mostly rank 0 or the launcher, has "
+    "ended or stands still, or its host cannot be reached"
+)
 WATCHED = {"gloo", "nccl"}  # backends whose waits can be ended
 
 
@@ -126,11 +130,24 @@ def begin(ledger: Ledger) -> None:
     group = ledger.group
     wait_limit()  # a wrong setting is said now
     if group is not None and group.size() > 1 and {backend.name() for backend in _backends(group)} <= WATCHED:
-        ledger.whereabouts = Whereabouts(ledger, group)
-        ledger.whereabouts.publish(ledger)
+        try:
+            ledger.whereabouts = answer(store_limit(), lambda: _published(ledger, group))
+        except TimeoutError as error:
+            raise GroupError(f"{NO_STORE} ({error}); restart from the last checkpoint") from error
         ledger.on_departure = _tell_and_drain
         _watcher.watch(ledger)
     ledger.is_watched = True
+
+
+def _published(ledger: Ledger, group: dist.ProcessGroup) -> Whereabouts:
+    whereabouts = Whereabouts(ledger, group)
+    whereabouts.publish(ledger)
+    return whereabouts
+
+
+def store_limit() -> float:
+    """Seconds within which the store must answer."""
+    return max(wait_limit(), STORE_ANSWERS)
 
 
 def group_error(ledger: Ledger, error: BaseException) -> GroupError:
@@ -140,11 +157,7 @@ def group_error(ledger: Ledger, error: BaseException) -> GroupError:
         look = None
         if whereabouts is not None:
             look = within((SILENT_BEATS + 5) * interval() + STORE_ANSWERS, lambda: whereabouts.roll_call(ledger))
-        reason = look or (
-            "an exchange has failed, and the store of the process group does not answer: the process that keeps it, "
-            "mostly rank 0 or the launcher, has ended or stands still"
-        )
-        give_up(ledger, reason if look else f"{reason} ({_first_line(error)})")
+        give_up(ledger, look or f"an exchange has failed, and {NO_STORE} ({_first_line(error)})")
     return GroupError(f"{ledger.broken}")
 
 
@@ -161,14 +174,19 @@ def give_up(ledger: Ledger, reason: str) -> None:
 
 
 def trouble(ledger: Ledger) -> str | None:
-    """Did another rank give up, or leave a call that this one did not leave?"""
+    """Did another rank give up, or end, or leave a call that this one did not leave?"""
     whereabouts: Whereabouts | None = ledger.whereabouts
     if whereabouts is None or whereabouts.is_lost:
         return None
     try:
-        return whereabouts.verdict(ledger, 0.0, math.inf, math.inf, patient=True)
+        return whereabouts.verdict(ledger, 0.0, math.inf, _silent_after(), patient=True)
     except RuntimeError:  # the connection of the watch is lost; whoever asks has one of its own
         return None
+
+
+def _silent_after() -> float:
+    """Seconds. A limit of a few beats tells nothing of signs of life."""
+    return max(wait_limit(), SILENT_BEATS * interval())
 
 
 def _publish_soon(ledger: Ledger) -> None:
@@ -283,8 +301,7 @@ class Watcher:
         waited = 0.0 if wait is None else now - max(wait.since, self._resumed)
         if wait is None or waited < BEAT:
             return
-        silent_after = max(limit, SILENT_BEATS * interval())  # a limit of less than that tells nothing of signs of life
-        reason = whereabouts.verdict(ledger, waited, limit, silent_after, wait.patient, wait.on_device)
+        reason = whereabouts.verdict(ledger, waited, limit, _silent_after(), wait.patient, wait.on_device)
         if reason is not None and Wait.of(ledger, whereabouts) == wait:
             give_up(ledger, reason)
 

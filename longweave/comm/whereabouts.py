@@ -240,15 +240,32 @@ def _end(life: str, store: Store) -> None:
         within(FAREWELL, lambda: store.compare_set(LIFE, life, ""))
 
 
-def within(seconds: float, fn: Callable[[], T]) -> T | None:
-    """What `fn` returns, or None if it raises or takes longer: what talks to a store may wait for a dead process."""
+# -- requests that may wait for a process that stands still ------------------------------------------------
+
+
+def answer(seconds: float, request: Callable[[], T]) -> T:
+    """What it returns or raises; `TimeoutError` if that takes longer. Most requests to a store have no limit."""
     found: list[T] = []
+    problems: list[Exception] = []
 
-    def call() -> None:
-        with suppress(Exception):
-            found.append(fn())
+    def ask() -> None:
+        try:
+            found.append(request())
+        except Exception as error:
+            problems.append(error)
 
-    thread = threading.Thread(target=call, name="longweave-ask", daemon=True)
+    thread = threading.Thread(target=ask, name="longweave-ask", daemon=True)
     thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
+    thread.join(min(seconds, threading.TIMEOUT_MAX))
+    if problems:
+        raise problems[0]
+    if not found:
+        raise TimeoutError(f"no answer for {seconds:g} s")
+    return found[0]
+
+
+def within(seconds: float, request: Callable[[], T]) -> T | None:
+    """The same; None if it raises or takes longer."""
+    with suppress(Exception):
+        return answer(seconds, request)
+    return None

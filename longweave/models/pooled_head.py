@@ -136,7 +136,7 @@ def _targets(asked: Mapping[str, Any], rows: HomeRows, host: Mapping[str, Any], 
     """What every token of the rows should predict, −100 where nothing."""
     name = "labels" if asked.get("shift_labels") is None else "shift_labels"
     labels, ignored = asked[name], ignore_index(asked)
-    if not isinstance(labels, Tensor) or labels.shape != (rows.batch, rows.seq) or labels.dtype.is_floating_point:
+    if not isinstance(labels, Tensor) or labels.shape != (rows.batch, rows.seq) or not is_integer(labels):
         shown = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise InputError(f"{name} is {shown} for tokens of {(rows.batch, rows.seq)}; give an integer for every token")
     check_range(name, host["labels"], vocabulary)

@@ -34,6 +34,7 @@ BATCH = {"input_ids": torch.arange(9) % 5, "cu_seqlens": [0, 4, 9]}
         ({"cu_seqlens": [0, 3]}, "give a mapping with input_ids"),
         ({**BATCH, "cu_seqlens": [0, 4]}, "cu_seqlens ends at 4 but input_ids has 9"),
         ({**BATCH, "labels": torch.arange(8)}, "labels has 8 entries"),
+        ({**BATCH, "labels": torch.full((9,), -100)}, "0 labels of the batch count"),
         ({**BATCH, "input_ids": torch.rand(9)}, "torch.float32"),
         ({"input_ids": torch.zeros(3, 3, dtype=torch.long)}, "(3, 3)"),
         ({"input_ids": torch.zeros(1, dtype=torch.long)}, "1 tokens"),
@@ -51,6 +52,10 @@ def test_a_batch_that_does_not_fit_is_refused(batch, message: str) -> None:
         (lambda inputs: 0.0, {"loss": "max"}, "loss is 'max'"),
         (lambda inputs: 0.0, {"gradients": "mine"}, "gradients is 'mine'"),
         (lambda inputs: 0.0, {"tolerance": 2}, "tolerance is 2"),
+        (lambda inputs: 0.0, {"tolerance": "x"}, "tolerance is 'x'"),
+        (lambda inputs: 0.0, {"model": "x"}, "model is 'x'"),
+        (lambda inputs: 0.0, {"suspects": [1]}, "suspects is"),
+        (lambda inputs: 0.0, {"suspects": {"a": 1}}, "suspects is"),
         (torch.nn.Linear(2, 2), {}, "neither parallel nor pooled"),
     ],
 )
@@ -77,9 +82,17 @@ def audit_with_one_rank_wrong(wrong: dict) -> str:
     ],
 )
 def test_arguments_that_do_not_fit_on_one_rank_are_refused_on_all(ranks: Ranks, wrong: dict, message: str) -> None:
-    other, own = ranks.run(audit_with_one_rank_wrong, wrong, size=2, timeout=30)
+    other, own = ranks.run(audit_with_one_rank_wrong, wrong, size=2, timeout=90)
     assert own.startswith(message)
     assert other.startswith(f"GroupError: rank 1 of 2 cannot be audited: {message}")
+
+
+@pytest.mark.parametrize("wrong", [{"tolerance": 0.5}, {"loss": "sum"}, {"gradients": "sum"}])
+def test_options_that_differ_are_named(ranks: Ranks, wrong: dict) -> None:
+    ((name, value),) = wrong.items()
+    for said in ranks.run(audit_with_one_rank_wrong, wrong, size=2, timeout=90):
+        assert said.startswith(f"GroupError: {name} is ")
+        assert f"{value!r} on rank 1; give lw.audit the same on all ranks" in said
 
 
 @pytest.mark.parametrize(
@@ -133,8 +146,11 @@ def test_suspects_of_ones_own_are_named() -> None:
 def test_a_parallel_model_is_left_as_it_was() -> None:
     model = lw.parallelize(build("llama", torch.float32))
     before = {name: p.clone() for name, p in model.named_parameters()}
+    for p in model.parameters():  # gradients are being accumulated
+        p.grad = torch.full_like(p, 7.0)
     assert lw.audit(model, planted.batch_of()).ok
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is not None and bool((p.grad == 7).all()) for p in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
     lw.restore(model)
 
@@ -255,6 +271,8 @@ def test_a_report_without_faults_is_right_if_anything_was_looked_at() -> None:
     assert AuditReport(2, 85, 7, FINDINGS[:1], 1.5).ok
     AuditReport(2, 85, 7, FINDINGS[:1], 1.5).raise_if_faulty()
     assert not AuditReport(2, 85, 7, FINDINGS[3:], 1.5).ok
+    partly = AuditReport(2, 85, 7, (FINDINGS[0], skipped("gradients", "none returned")), 1.5)
+    assert partly.summary() == "right, but gradients not looked at: 1 ok, 1 skipped in 1.5 s"
 
 
 # -- the command -----------------------------------------------------------------------------------------

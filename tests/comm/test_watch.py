@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import longweave as lw
-from longweave.comm import agreement, device, exchange, watch, whereabouts
+from longweave.comm import agreement, device, exchange, store_gather, watch, whereabouts
 from longweave.comm.exchange import Comm, received_on_host
 from longweave.comm.ledger import Ledger, RecordedCall
 from longweave.comm.positions import Position
@@ -234,6 +234,41 @@ def raises(error: Exception) -> Callable[[], Any]:
         raise error
 
     return call
+
+
+class StandsStill(dist.HashStore):
+    """Its process was stopped: requests are not answered."""
+
+    def compare_set(self, *_: Any) -> bytes:
+        time.sleep(20)
+        return b""
+
+
+def test_a_store_that_stands_still_ends_a_gather(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "STORE_ANSWERS", 0.4)
+    lw.set_wait(0.2)
+    comm = Comm(None, 0, 2, watched.ledger)
+    begin = time.monotonic()
+    with pytest.raises(lw.GroupError, match=r"the store .* does not answer: .* \(no answer for 0.4 s\)"):
+        store_gather._gather(comm, StandsStill(), b"x", 600.0, "the test", "")
+    assert time.monotonic() - begin < 5
+
+
+def test_a_store_that_stands_still_ends_the_first_call_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "STORE_ANSWERS", 0.4)
+    monkeypatch.setattr(watch, "_backends", lambda group: [])
+    lw.set_wait(0.2)
+    group = Group(0, StandsStill())
+    with pytest.raises(lw.GroupError, match=r"the store .* does not answer"):
+        watch.begin(Ledger(group))  # type: ignore[arg-type]
+
+
+def test_who_has_ended_is_named_in_front_of_a_gather(watched: Watched, clock: Clock) -> None:
+    watched.call()
+    watched.other()
+    assert watch.trouble(watched.ledger) is None
+    clock.now += 31
+    assert "rank 1 gave no sign of life for 31 s" in str(watch.trouble(watched.ledger))
 
 
 def loses_its_store(port: int) -> tuple[str, float]:

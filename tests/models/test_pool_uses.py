@@ -330,6 +330,14 @@ def test_refused_because_it_would_be_wrong() -> None:
         model(input_ids=data().ids[None])
 
 
+def test_a_pooled_head_wants_integer_labels() -> None:
+    model = lw.pool(build("llama"), head="pooled")
+    ids = data().ids[None]
+    for labels in (ids > 3, ids.float()):
+        with pytest.raises(lw.InputError, match=r"labels is torch\.(bool|float32) .* give an integer for every token"):
+            model(input_ids=ids, labels=labels)
+
+
 def test_restore_does_not_undo_what_others_did_later() -> None:
     model = lw.pool(build("llama"), head="pooled")
     ours = model.forward

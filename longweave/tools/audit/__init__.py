@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from longweave.comm.exchange import Comm, Group, resolve
-from longweave.errors import GroupError, InputError, named
+from longweave.errors import GroupError, InputError, named, shown
 from longweave.tools.audit import consistency, finite, gradients, values, visibility
 from longweave.tools.audit.record import recorded
 from longweave.tools.audit.references import OneProcess
 from longweave.tools.audit.report import FAULT, AuditError, AuditFinding, AuditReport, faulty, skipped
-from longweave.tools.audit.steps import AuditedStep, Inputs, StepFunction, StepResult, as_inputs
+from longweave.tools.audit.steps import IGNORE, AuditedStep, Inputs, StepFunction, StepResult, as_inputs
 from longweave.tools.audit.subjects import parallelized, pooled, reference_of, subject_of, trainer
 from longweave.tools.audit.trial import StepFailedError, Trial, everyone
 
@@ -103,11 +103,30 @@ def audit(
     inputs = _on_all(comm, lambda: _checked(batch, tolerance))
     # After the batch: a Trainer wraps its model in DDP here, for which the ranks meet.
     subject = _on_all(comm, lambda: _subject(step, group, reference, model, loss, gradients, suspects))
+    _compare_options(comm, subject, tolerance)
     trial = Trial(subject, inputs, comm, tolerance)
-    found: list[AuditFinding] = trial.everyone(list(_findings(trial)))[0]
+    with subject.gradients_kept():
+        found: list[AuditFinding] = trial.everyone(list(_findings(trial)))[0]
     documents = len(trial.cu) - 1
     seconds = trial.everyone(time.perf_counter() - begin)[0]
     return AuditReport(comm.size, trial.cu[-1], documents, tuple(found), seconds)
+
+
+def _compare_options(comm: Comm, subject: AuditedStep, tolerance: float | None) -> None:
+    """With other ones, ranks would make other exchanges."""
+    mine = {
+        "tolerance": tolerance,
+        "loss": subject.loss,
+        "gradients": subject.gradients,
+        "suspects": sorted(subject.suspects),
+        "reference": "given" if subject.reference else None,
+    }
+    first, *others = everyone(comm, mine)
+    for rank, theirs in enumerate(others, 1):
+        other = [f"{name} is {first[name]!r} on rank 0 and {theirs[name]!r} on rank {rank}" for name in mine
+                 if theirs[name] != first[name]]  # fmt: skip
+        if other:
+            raise GroupError(f"{'; '.join(other)}; give lw.audit the same on all ranks")
 
 
 def _on_all(comm: Comm, make: Callable[[], T]) -> T:
@@ -131,11 +150,14 @@ def _on_all(comm: Comm, make: Callable[[], T]) -> T:
 
 
 def _checked(batch: Any, tolerance: float | None) -> Inputs:
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise InputError(f"tolerance is {tolerance}; give a relative error between 0 and 1, such as 1e-4")
+    if tolerance is not None and not (isinstance(tolerance, float) and 0 < tolerance < 1):
+        raise InputError(f"tolerance is {shown(tolerance)}; give a relative error between 0 and 1, such as 1e-4")
     inputs = as_inputs(batch)
     if inputs["cu_seqlens"][-1] < 2:
         raise InputError(f"the batch has {inputs['cu_seqlens'][-1]} tokens; give some documents of several tokens each")
+    counting = int((inputs["labels"] != IGNORE).sum())
+    if counting < 2:
+        raise InputError(f"{counting} labels of the batch count; give labels, or most of a step is not looked at")
     return inputs
 
 
@@ -149,6 +171,10 @@ def _subject(
     suspects: Mapping[str, StepFunction] | None,
 ) -> AuditedStep:
     """The step with all that is known of it."""
+    if not isinstance(model, nn.Module | None):
+        raise InputError(f"model is {shown(model)}; give a torch.nn.Module")
+    if not isinstance(suspects, Mapping | None) or not all(map(callable, (suspects or {}).values())):
+        raise InputError(f"suspects is {shown(suspects)}; give functions of a batch by name")
     subject = subject_of(step, group, reference)
     if subject is None:
         if reference is None and model is not None:
@@ -160,6 +186,15 @@ def _subject(
     return replace(subject, suspects={**subject.suspects, **(suspects or {})})
 
 
+def _cause_of(error: StepFailedError) -> str:
+    if str(error).startswith("the reference"):
+        return (
+            "one process cannot be run like this: give reference=OneProcess(copy, forward), where forward(model, "
+            "input_ids, position_ids) returns the logits of one document"
+        )
+    return "the step must take a full packed batch, twice"
+
+
 def _findings(trial: Trial) -> Iterator[AuditFinding]:
     stopped = ""
     for name, check in (*FIRST, *ALONE, *THEN):
@@ -169,7 +204,7 @@ def _findings(trial: Trial) -> Iterator[AuditFinding]:
         try:
             found = list(check(trial))
         except StepFailedError as error:
-            found = [faulty(name, "error", str(error), "see the text", "the step must take a full packed batch, twice")]
+            found = [faulty(name, "error", str(error), "see the text", _cause_of(error))]
         yield from found
         if name == "batch":
             if any(f.verdict == FAULT for f in found):

@@ -46,6 +46,9 @@ def gradients(trial: Trial) -> Iterator[AuditFinding]:
     if not any(trial.everyone(bool(found))) or not wanted:
         yield skipped("gradients", "the step returns none: return them by name, or give lw.audit(…, model=model)")
         return
+    if not any(grad is not None and bool(grad.any()) for grad in wanted.values()):
+        yield skipped("gradients", "those of one process are zero everywhere: begin with other weights")
+        return
     if trial.step.gradients != "same":
         found = _over_ranks(trial, found, wanted, trial.step.gradients)
     by_rank = trial.everyone(_errors(found, wanted))

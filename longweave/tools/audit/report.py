@@ -88,8 +88,9 @@ class AuditReport:
             verdict: sum(f.verdict == verdict for f in self.findings) for verdict in (OK, FAULT, FOLLOWS, SKIPPED)
         }
         text = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-        verdict = "right" if self.ok else "FAULTY"
-        return f"{verdict}: {text} in {self.seconds:.1f} s"
+        missing = [f.check for f in self.findings if f.verdict == SKIPPED and f.check in ("loss", "gradients")]
+        verdict = f"right, but {' and '.join(missing)} not looked at" if missing else "right"
+        return f"{verdict if self.ok else 'FAULTY'}: {text} in {self.seconds:.1f} s"
 
     def headline(self) -> str:
         return f"{self.tokens} tokens in {self.documents} documents on {self.ranks} ranks"

@@ -13,6 +13,7 @@ as the optimizer finds them) or have yet to be added up or averaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -77,6 +78,16 @@ class AuditedStep:
         for _, p in parameters_of(self.model):
             p.grad = None
         return self.read(self.run(dict(inputs)))
+
+    @contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """Behind it, they are what they were."""
+        before = [(p, p.grad) for _, p in parameters_of(self.model)]
+        try:
+            yield
+        finally:
+            for p, grad in before:
+                p.grad = grad
 
     def read(self, answer: Any) -> StepResult:
         """What a step returned, as a result: it may be the loss alone, a tuple, a mapping, or a StepResult."""
