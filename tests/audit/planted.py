@@ -96,8 +96,15 @@ def right_pooled(wrapper: str, **options: Any) -> AuditReport:
 
 
 def pooled_without_documents_apart() -> AuditReport:
-    """A mask that lets tokens see their whole document, in a causal model."""
-    return lw.audit(lw.pool(build("llama", torch.float32), mask="full"), batch_of())
+    """A mask that lets tokens see their whole document, in a model that became causal only later."""
+    model = build("llama", torch.float32)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    for attention in attentions:
+        attention.is_causal = False
+    lw.pool(model, mask="full")
+    for attention in attentions:
+        attention.is_causal = True
+    return lw.audit(model, batch_of())
 
 
 def with_trainer(pool: bool = True, collated: bool = False, **changes: Any) -> AuditReport:
