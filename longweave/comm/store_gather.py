@@ -52,7 +52,8 @@ def _gather(comm: Comm, store: Store, message: bytes, wait: float, what: str, hi
     ledger.gathers += 1
     number = ledger.gathers
     try:
-        _answered(lambda: life_of(ledger))
+        if ledger.life is None:
+            _answered(lambda: life_of(ledger))
         keys = _keys(ledger, number, comm.size)
         # Either a rank puts its message in its place, or another one marks the place: whoever reads it later finds the
         # same, so all ranks go on or none.
