@@ -39,8 +39,7 @@ def work_of(decoder: nn.Module, parts: Parts) -> DecoderWork:
         getattr(config, "head_dim", None) or max(hidden // heads, 1),
         itemsize=next((p.element_size() for p in decoder.parameters()), default.itemsize),
     )
-    embeddings = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
-    active = sum(_active(p, config) for p in decoder.parameters() if id(p) not in embeddings)
+    active = sum(_active(p, config) for p in _multiplied(decoder))
     windows = Counter(_window(module) for _, module, role in parts if role == "attention")
 
     def with_window(window: int | None) -> AttentionWork:
@@ -71,13 +70,14 @@ def work_of_call(decoder: nn.Module, work: DecoderWork, with_head: bool) -> Deco
     if with_head:
         per_token += 2.0 * getattr(config, "hidden_size", 0) * getattr(config, "vocab_size", 0)
     if torch.is_grad_enabled() and not is_flattened(decoder):
-        per_token -= 2.0 * sum(_active(p, config) for p in _frozen(decoder)) / 3
+        per_token -= 2.0 * sum(_active(p, config) for p in _multiplied(decoder) if not p.requires_grad) / 3
     return replace(work, flops_per_token=per_token)
 
 
-def _frozen(decoder: nn.Module) -> list[Tensor]:
+def _multiplied(decoder: nn.Module) -> list[Tensor]:
+    """The weights without embeddings, which are looked up."""
     embeddings = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
-    return [p for p in decoder.parameters() if not p.requires_grad and id(p) not in embeddings]
+    return [p for p in decoder.parameters() if id(p) not in embeddings]
 
 
 def _window(module: Any) -> int | None:
